@@ -1,0 +1,269 @@
+"""The configuration, as plain dataclasses: types, defaults, units and meanings. No torch here.
+
+One dataclass a Hydra group. Cross-field rules live in `validate`, sizes of presets in `configs/`.
+Every field is made with `option`, whose help text the reference page and `--help` are made from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+def option(default: Any, help: str, *, unit: str = "") -> Any:
+    """A documented field. Lists and nested groups get a fresh copy for every instance."""
+    metadata = {"help": help, "unit": unit}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class Mode(Enum):
+    train = "train"
+    plan = "plan"
+    evaluate = "evaluate"
+    generate = "generate"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Precision(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class AttentionPattern(Enum):
+    interleaved = "interleaved"  # KDA, with full attention in every n-th and the last layer (K3)
+    kda = "kda"
+    mla = "mla"
+    gated = "gated"  # both branches in every layer, mixed by a learned gate for each token
+
+
+class Gate(Enum):
+    bounded = "bounded"  # lower_bound * sigmoid(exp(A_log) * (z + dt_bias))       (K3)
+    bounded_plain = "bounded_plain"  # lower_bound * sigmoid(z + dt_bias), no A_log
+    softplus = "softplus"  # -exp(A_log) * softplus(z + dt_bias), unbounded        (Kimi Linear)
+
+
+class GateInit(Enum):
+    slow = "slow"  # A_log = 0, softplus(dt_bias) log-uniform in [1e-3, 0.1]: half-lives 1.5 to 139
+    wide = "wide"  # A_log = log U(1, 16), dt_bias = 0: half-saturated and forgetful
+
+
+class OutputGate(Enum):
+    full_rank = "full_rank"
+    low_rank = "low_rank"
+
+
+class KdaBackend(Enum):
+    auto = "auto"
+    reference = "reference"
+    dense = "dense"
+    fla = "fla"
+
+
+class AttentionBackend(Enum):
+    auto = "auto"
+    sdpa = "sdpa"
+    transformer_engine = "transformer_engine"
+
+
+class Recompute(Enum):
+    none = "none"
+    selective = "selective"  # the attention cores and the feed-forward
+    full = "full"  # whole layers
+
+
+class Schedule(Enum):
+    constant = "constant"
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class Wandb(Enum):
+    auto = "auto"  # online with a key, offline without
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+@dataclass
+class RunOptions:
+    name: str = option("default", "Name of the run; also names its folder and its wandb run")
+    dir: str | None = option(None, "Run folder; default: runs/<run.name>")
+    fresh: bool = option(False, "Move an existing run folder aside and start anew")
+    seed: int = option(1234, "Seed of initial weights, data order and dropout")
+    deterministic: bool = option(False, "Refuse every nondeterministic operator, by name")
+    device: Device = option(Device.auto, "auto takes CUDA when there is a GPU")
+    precision: Precision = option(Precision.fp32, "fp32, or bf16 with fp32 main weights")
+    mode: Mode = option(Mode.train, "What to do")
+
+
+@dataclass
+class KdaOptions:
+    num_heads: int = option(4, "Heads of linear attention")
+    head_dim: int = option(32, "Width of a query and key head")
+    value_dim: int = option(32, "Width of a value head")
+    conv_width: int = option(4, "Taps of the short causal convolution", unit="tokens")
+    gate: Gate = option(Gate.bounded, "Form of the decay gate")
+    lower_bound: float = option(-5.0, "Smallest log-decay a token, in [-5, 0)", unit="nats")
+    gate_init: GateInit = option(GateInit.slow, "Initial decay")
+    decay_rank: int = option(32, "Rank of the decay projection")
+    output_gate: OutputGate = option(OutputGate.full_rank, "K3 is full rank, Kimi Linear low rank")
+    output_gate_rank: int = option(32, "Rank of a low-rank output gate")
+    backend: KdaBackend = option(KdaBackend.auto, "auto: fla on a GPU that has it, else dense")
+    require: bool = option(False, "Make a fallback of the backend an error")
+
+
+@dataclass
+class MlaOptions:
+    num_heads: int = option(4, "Heads of full attention")
+    q_lora_rank: int = option(64, "Rank of the query compression; 0: none")
+    kv_lora_rank: int = option(32, "Width of the compressed key-value latent")
+    qk_nope_head_dim: int = option(32, "Width of the part of a key that is made from the latent")
+    qk_rope_head_dim: int = option(16, "Width of the key part shared by all heads (never rotated)")
+    v_head_dim: int = option(32, "Width of a value head")
+    norm_eps: float = option(1e-6, "Epsilon of the two low-rank norms")
+    output_gate: bool = option(True, "Sigmoid gate on the attention output")
+    backend: AttentionBackend = option(AttentionBackend.auto, "Kernel of softmax attention")
+    require: bool = option(False, "Make a fallback of the backend an error")
+
+
+@dataclass
+class ModelOptions:
+    name: str = option("custom", "Name of the preset")
+    num_layers: int = option(6, "Layers")
+    hidden_size: int = option(128, "Width of the residual stream")
+    feed_forward_size: int = option(352, "Width of the dense feed-forward")
+    vocab_size: int | None = option(None, "Default: the tokenizer's size, rounded up to 128")
+    attention: AttentionPattern = option(AttentionPattern.interleaved, "Which layer attends how")
+    full_attention_interval: int = option(4, "Every n-th layer is full attention")
+    full_attention_last: bool = option(True, "The last layer is full attention too")
+    norm_eps: float = option(1e-5, "Epsilon of the RMS norms")
+    init_std: float = option(0.02, "Standard deviation of initial linear weights")
+    situ_beta: float = option(4.0, "Bound of the gate branch of SiTU-GLU")
+    situ_linear_beta: float = option(25.0, "Bound of the linear branch of SiTU-GLU")
+    kda: KdaOptions = option(KdaOptions, "Linear attention")
+    mla: MlaOptions = option(MlaOptions, "Full attention")
+
+
+@dataclass
+class ParallelOptions:
+    tensor: int = option(1, "Tensor parallel size", unit="ranks")
+    pipeline: int = option(1, "Pipeline stages", unit="ranks")
+    virtual_pipeline: int = option(1, "Model chunks a rank in the interleaved schedule")
+    context: int = option(1, "Context parallel size", unit="ranks")
+    expert: int = option(1, "Expert parallel size", unit="ranks")
+    expert_tensor: int = option(1, "Tensor parallel size inside an expert", unit="ranks")
+    sequence: bool | None = option(None, "Sequence parallelism; default: on when tensor > 1")
+    distributed_optimizer: bool = option(True, "Shard optimizer state over data parallel ranks")
+    overlap_grad_reduce: bool = option(False, "Reduce gradients while the backward pass runs")
+    overlap_param_gather: bool = option(False, "Gather weights while the forward pass runs")
+    stage_layers: list[int] | None = option(
+        None, "Layers of each of the pipeline * virtual_pipeline chunks; default: even"
+    )
+
+
+@dataclass
+class SourceOptions:
+    name: str = option("???", "Name in metrics")
+    path: str = option("???", "Folder written by data/prepare.py")
+    weight: float = option(1.0, "Share of tokens, relative to the other sources")
+
+
+@dataclass
+class DataOptions:
+    sequence_length: int = option(256, "Tokens a sequence", unit="tokens")
+    sources: list[SourceOptions] = field(
+        default_factory=list, metadata={"help": "Corpora to blend", "unit": ""}
+    )
+    demo: bool = option(False, "Read the running Python's own library sources (prepared on first use)")
+    tokenizer: str = option("byte", "byte, or the path of a tokenizer.json or tiktoken file")
+    held_out: float = option(0.05, "Share of documents kept for evaluation")
+    cache_dir: str | None = option(None, "Where prepared demo data goes; default: the user's cache")
+    isolate_documents: bool = option(False, "Reset state and block attention between documents")
+
+
+@dataclass
+class TrainOptions:
+    steps: int = option(100, "Optimizer steps of the whole run", unit="steps")
+    batch_tokens: int = option(8192, "Tokens of a global batch", unit="tokens")
+    micro_batch_size: int = option(1, "Sequences of a micro-batch", unit="sequences")
+    recompute: Recompute = option(Recompute.none, "What the backward pass computes again")
+
+
+@dataclass
+class OptimOptions:
+    lr: float = option(1e-3, "Peak learning rate")
+    min_lr_ratio: float = option(0.1, "Final learning rate over the peak")
+    schedule: Schedule = option(Schedule.cosine, "Learning rate over tokens")
+    warmup_tokens: int = option(0, "Linear warm-up", unit="tokens")
+    decay_tokens: int = option(0, "Final decay of wsd", unit="tokens")
+    schedule_tokens: int | None = option(None, "Length; default: all of the run", unit="tokens")
+    beta1: float = option(0.9, "Adam's first moment")
+    beta2: float = option(0.95, "Adam's second moment")
+    eps: float = option(1e-8, "Adam's epsilon")
+    weight_decay: float = option(0.1, "Decoupled weight decay of matrices")
+    clip_grad: float = option(1.0, "Largest global gradient norm; 0: no clipping")
+
+
+@dataclass
+class EvaluateOptions:
+    interval_tokens: int = option(0, "Evaluate every so many tokens; 0: at the end only", unit="tokens")
+    tokens: int = option(65536, "Held-out tokens an evaluation", unit="tokens")
+
+
+@dataclass
+class CheckpointOptions:
+    interval: int = option(100, "Save every so many steps; 0: at the end only", unit="steps")
+    keep: int = option(3, "Newest checkpoints to keep; 0: all")
+    keep_every: int = option(0, "Keep every checkpoint of these steps for ever", unit="steps")
+    asynchronous: bool = option(True, "Write in the background")
+    load: str | None = option(None, "Start from this checkpoint of another run")
+
+
+@dataclass
+class LoggingOptions:
+    interval: int = option(1, "Console row every so many steps", unit="steps")
+    wandb: Wandb = option(Wandb.disabled, "Weights & Biases")
+    wandb_project: str = option("megatron-ext", "Project on wandb")
+    wandb_entity: str | None = option(None, "Team or user on wandb")
+    wandb_group: str | None = option(None, "Group on wandb")
+    tensorboard: bool = option(False, "Write TensorBoard events too")
+
+
+@dataclass
+class GenerateOptions:
+    prompt: str = option("def ", "Text to go on from")
+    max_new_tokens: int = option(128, "Tokens to add", unit="tokens")
+    temperature: float = option(0.8, "0 takes the likeliest token")
+    top_k: int = option(40, "Sample among the likeliest k; 0: all")
+
+
+@dataclass
+class PlanOptions:
+    world_size: int | None = option(None, "Ranks; default: the fewest that the layout needs")
+
+
+@dataclass
+class RunConfig:
+    """The whole configuration of a run; what `config.yaml` in the run folder holds."""
+
+    run: RunOptions = option(RunOptions, "The run itself")
+    model: ModelOptions = option(ModelOptions, "Architecture")
+    parallel: ParallelOptions = option(ParallelOptions, "Layout over ranks")
+    data: DataOptions = option(DataOptions, "What is read")
+    train: TrainOptions = option(TrainOptions, "Length and batch")
+    optim: OptimOptions = option(OptimOptions, "Optimizer and learning rate")
+    evaluate: EvaluateOptions = option(EvaluateOptions, "Held-out loss")
+    checkpoint: CheckpointOptions = option(CheckpointOptions, "Saving and loading")
+    logging: LoggingOptions = option(LoggingOptions, "Where numbers go")
+    generate: GenerateOptions = option(GenerateOptions, "run.mode=generate")
+    plan: PlanOptions = option(PlanOptions, "run.mode=plan")
