@@ -96,7 +96,7 @@ class Wandb(Enum):
 
 @dataclass
 class RunOptions:
-    name: str = option("default", "Name of the run; also names its folder and its wandb run")
+    name: str = option("", "Names the run, its folder and its wandb run; default: model.name")
     dir: str | None = option(None, "Run folder; default: runs/<run.name>")
     fresh: bool = option(False, "Move an existing run folder aside and start anew")
     seed: int = option(1234, "Seed of initial weights, data order and dropout")
@@ -104,6 +104,7 @@ class RunOptions:
     device: Device = option(Device.auto, "auto takes CUDA when there is a GPU")
     precision: Precision = option(Precision.fp32, "fp32, or bf16 with fp32 main weights")
     mode: Mode = option(Mode.train, "What to do")
+    timeout_seconds: float = option(1800.0, "Longest wait for another rank", unit="seconds")
 
 
 @dataclass
@@ -140,6 +141,9 @@ class MlaOptions:
 class ModelOptions:
     name: str = option("custom", "Name of the preset")
     num_layers: int = option(6, "Layers")
+    first_dense_layers: int | None = option(
+        None, "Layers before the first expert layer; default: every layer is dense"
+    )
     hidden_size: int = option(128, "Width of the residual stream")
     feed_forward_size: int = option(352, "Width of the dense feed-forward")
     vocab_size: int | None = option(None, "Default: the tokenizer's size, rounded up to 128")

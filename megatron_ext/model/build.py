@@ -1,0 +1,59 @@
+"""From the configuration to the model chunks of this rank."""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank
+
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.model.spec import block_spec
+
+
+def build_chunks(
+    config: RunConfig,
+    tc: TransformerConfig,
+    mesh: ProcessGroupCollection,
+    *,
+    vocab_size: int,
+) -> list[GPTModel]:
+    """The chunks of this pipeline rank, one for each virtual stage, in order.
+
+    Weights are allocated and not drawn: `model.init.initialize` fills them. They are made in
+    `tc.params_dtype` at once (no wrapper casts them later, so that parameters which must stay
+    float32 do), on the device that `torch.cuda.current_device()` names: GPU, CPU or meta.
+
+    Args:
+        config: the run; `config.model` decides the layers.
+        tc: made by `parallel.mcore_config.transformer_config` from the same configuration.
+        mesh: groups of the layout.
+        vocab_size: padded size (`config.layout.padded_vocab_size`), the same in every layout.
+
+    Returns:
+        GPTModels without position embedding and with separate input and output embeddings. The
+        first chunk of the first rank takes token ids; the last of the last rank gives logits that
+        are split over tensor parallel ranks.
+    """
+    rank = get_pg_rank(mesh.pp)
+    virtual_stages = config.parallel.virtual_pipeline
+    last_rank = config.parallel.pipeline - 1
+    chunks = []
+    for virtual in range(virtual_stages):
+        spec = block_spec(config, tc, pipeline_rank=rank, virtual_stage=virtual)
+        chunks.append(
+            GPTModel(
+                config=tc,
+                transformer_layer_spec=spec,
+                vocab_size=vocab_size,
+                max_sequence_length=config.data.sequence_length,
+                pre_process=rank == 0 and virtual == 0,
+                post_process=rank == last_rank and virtual == virtual_stages - 1,
+                parallel_output=True,
+                share_embeddings_and_output_weights=False,
+                position_embedding_type="none",
+                pg_collection=mesh,
+                vp_stage=virtual if virtual_stages > 1 else None,
+            )
+        )
+    return chunks
