@@ -1,0 +1,53 @@
+"""From the configuration to megatron-core's optimizer, and what is done with it each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.optim import groups, mcore_adam
+from megatron_ext.parallel.mcore_config import optimizer_config
+
+group_table = groups.group_table
+
+
+def build_optimizer(
+    config: RunConfig, chunks: Sequence[DistributedDataParallel], mesh: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """AdamW over all chunks of this rank: fused where there is a fused one, sharded over data parallel
+    ranks with `parallel.distributed_optimizer`, with float32 main weights for bf16 chunks.
+
+    The norm that `step()` returns is never None: `optim.clip_grad=0` turns clipping off, not the norm.
+
+    Args:
+        config: the validated configuration.
+        chunks: the model chunks, wrapped in megatron-core's DistributedDataParallel.
+        mesh: the process groups.
+    """
+    mcore_adam.install()
+    options = optimizer_config(config)
+    if options.clip_grad <= 0.0:
+        # megatron-core computes no norm at 0; no norm exceeds infinity.
+        options = replace(options, clip_grad=float("inf"))
+    optimizer = get_megatron_optimizer(
+        options,
+        list(chunks),
+        config_overrides=groups.config_overrides(),
+        use_gloo_process_groups=False,
+        pg_collection=mesh,
+    )
+    # megatron-core leaves wd_mult to its own scheduler, which is not used here.
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.optim.weight_decay * group["wd_mult"]
+    return optimizer
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+    """Set the rate of every group to `lr` times the group's `lr_mult` (1 unless a group sets it)."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
