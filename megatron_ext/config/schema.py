@@ -188,9 +188,12 @@ class DataOptions:
     sources: list[SourceOptions] = field(
         default_factory=list, metadata={"help": "Corpora to blend", "unit": ""}
     )
-    demo: bool = option(False, "Read the running Python's own library sources (prepared on first use)")
+    demo: bool = option(
+        False, "Read the running Python's own library sources (prepared on first use)"
+    )
     tokenizer: str = option("byte", "byte, or the path of a tokenizer.json or tiktoken file")
     held_out: float = option(0.05, "Share of documents kept for evaluation")
+    verify: bool = option(False, "Check the tokens of sources above 64 MiB at open too")
     cache_dir: str | None = option(None, "Where prepared demo data goes; default: the user's cache")
     isolate_documents: bool = option(False, "Reset state and block attention between documents")
 
@@ -220,7 +223,9 @@ class OptimOptions:
 
 @dataclass
 class EvaluateOptions:
-    interval_tokens: int = option(0, "Evaluate every so many tokens; 0: at the end only", unit="tokens")
+    interval_tokens: int = option(
+        0, "Evaluate every so many tokens; 0: at the end only", unit="tokens"
+    )
     tokens: int = option(65536, "Held-out tokens an evaluation", unit="tokens")
 
 

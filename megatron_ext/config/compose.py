@@ -1,0 +1,106 @@
+"""From ``key=value`` words to a checked `RunConfig`. Hydra composes, and neither runs nor writes.
+
+No torch is imported here, so that a plan or a typo is answered on a login node at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_ext.config.overrides import Checked, check_overrides
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.validate import Problem, find_problems
+from megatron_ext.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = REPOSITORY / "configs"
+
+
+def compose(
+    overrides: Sequence[str], *, config_dir: Path = CONFIGS, cwd: Path | None = None
+) -> RunConfig:
+    """Compose ``configs/`` with ``overrides`` and check everything that needs no rank count.
+
+    Args:
+        overrides: Hydra words: ``key=value``, ``group=option``, ``experiment=x`` or
+            ``+experiment=x``.
+        config_dir: the folder with ``config.yaml``.
+        cwd: where relative paths start; default: the working directory.
+
+    Returns:
+        The configuration, with ``run.name``, ``run.dir`` and the paths of sources filled in and
+        absolute, so that every rank has the same ones.
+
+    Raises:
+        ConfigError: with *all* problems: unknown keys and options, wrong types, broken rules.
+    """
+    if not (config_dir / "config.yaml").is_file():
+        raise ConfigError(f"{config_dir}: has no config.yaml (run from a checkout of the project)")
+    checked = check_overrides(overrides, config_dir)
+    try:
+        composed = _hydra(checked.overrides, config_dir)
+        missing = sorted(OmegaConf.missing_keys(composed))
+        checked.problems += [f"{key}: is missing, must be given" for key in missing]
+        config = None if missing else OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        # The pass before found the cause in most cases and says it better.
+        raise ConfigError(checked.problems or " ".join(str(error).split())) from error
+    if config is None:
+        raise ConfigError(checked.problems)
+    assert isinstance(config, RunConfig)
+    resolve_paths(config, cwd or Path.cwd())
+    checked.problems += [p.text for p in find_problems(config, None) if _certain(p, checked)]
+    if checked.problems:
+        raise ConfigError(checked.problems)
+    return config
+
+
+def resolve_paths(config: RunConfig, cwd: Path) -> None:
+    """Fill in the run's name and folder, and make paths absolute, in place.
+
+    A relative source is looked for under ``cwd`` and then in the repository, where samples are.
+    """
+    config.run.name = config.run.name or config.model.name
+    config.run.dir = os.path.abspath(cwd / (config.run.dir or f"runs/{config.run.name}"))
+    for source in config.data.sources:
+        here, shipped = cwd / source.path, REPOSITORY / source.path
+        source.path = os.path.abspath(shipped if shipped.exists() and not here.exists() else here)
+    if config.checkpoint.load is not None:
+        config.checkpoint.load = os.path.abspath(cwd / config.checkpoint.load)
+
+
+def to_container(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain dicts, lists and values, enums by name: what is saved."""
+    container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The text of a run folder's ``config.yaml``."""
+    return yaml.safe_dump(to_container(config), sort_keys=False, allow_unicode=True)
+
+
+def _hydra(overrides: Sequence[str], config_dir: Path) -> DictConfig:
+    store = ConfigStore.instance()
+    store.store(name="schema", node=RunConfig)
+    with initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
+        return hydra_compose("config", overrides=list(overrides))
+
+
+def _certain(problem: Problem, checked: Checked) -> bool:
+    """Whether a broken rule is the user's doing, and not of a value that stood in for a bad one."""
+    if checked.broken_group:
+        return set(problem.keys) <= checked.given
+    return not set(problem.keys) & checked.broken

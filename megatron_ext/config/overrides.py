@@ -1,0 +1,231 @@
+"""The pass over overrides and YAML files that runs before Hydra composes, and finds every mistake.
+
+Hydra stops at the first unknown key and suggests nothing; here all of them are collected, with
+misspelt group options and values of a wrong type, and what is left is certain to compose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_ext.config.keys import Key, sections, suggest, table
+from megatron_ext.config.schema import RunConfig
+
+
+@dataclass
+class Checked:
+    """What the pass found. ``overrides`` are the good ones, in the spelling that Hydra takes."""
+
+    overrides: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)  # keys that a good override sets
+    broken: set[str] = field(default_factory=set)  # keys whose value is not what was meant
+    broken_group: bool = False
+
+
+def groups(config_dir: Path) -> dict[str, list[str]]:
+    """Hydra groups and their options: one folder a group, one file an option."""
+    found = {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in sorted(config_dir.iterdir())
+        if folder.is_dir()
+    }
+    return {group: options for group, options in found.items() if options}
+
+
+def check_overrides(given: Sequence[str], config_dir: Path) -> Checked:
+    """Check ``key=value`` words and every YAML file that they and the defaults select."""
+    result, keys, options = Checked(), table(), groups(config_dir)
+    selected = _defaults(config_dir / "config.yaml")
+    parser = OverridesParser.create()
+    for text in given:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            result.problems.append(
+                f"{text}: cannot be read, must be key=value or group=option (quote values with "
+                "spaces, commas or brackets for Hydra: 'key=\"a, b\"')"
+            )
+            continue
+        if override.key_or_group in options and override.type is not OverrideType.DEL:
+            _check_group(override, options, selected, result)
+        else:
+            _check_key(override, keys, options, result)
+    for group, choices in _with_experiment(selected, config_dir).items():
+        for choice in choices:
+            file = config_dir / group / f"{choice}.yaml"
+            if file.exists():
+                result.problems += check_file(file, group, keys)
+    return result
+
+
+def check_file(file: Path, group: str, keys: Mapping[str, Key]) -> list[str]:
+    """Problems of one YAML file of a group: unknown keys and wrong types, each with the file."""
+    name = f"{file.parent.name}/{file.name}"
+    text = file.read_text(encoding="utf-8")
+    try:
+        content = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        return [f"{name}: is not YAML: {' '.join(str(error).split())}"]
+    package = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
+    where = package.group(1) if package else group
+    prefix = "" if where == "_global_" else where.replace("_group_", group) + "."
+    problems = []
+    for key, value in _flatten(content, prefix, keys):
+        if key.startswith(f"{prefix}defaults"):
+            continue
+        text = unknown(key, keys) if key not in keys else wrong_value(keys[key], value)
+        if text:
+            problems.append(f"{name}: {text}")
+    return problems
+
+
+def unknown(key: str, keys: Mapping[str, Key], extra: Sequence[str] = ()) -> str:
+    """The line for a key that does not exist."""
+    if key in sections():
+        inside = [name for name in keys if name.startswith(key + ".")]
+        return (
+            f"{key}: holds other keys, must be given one by one (such as {', '.join(inside[:3])})"
+        )
+    near = suggest(key, [*keys, *extra])
+    if near:
+        return f"{key}: no such key (did you mean {' or '.join(near)}?)"
+    section = key.split(".", 1)[0]
+    inside = [name for name in keys if name.startswith(section + ".")]
+    if inside:
+        return f"{key}: no such key (allowed: {', '.join(inside)})"
+    return (
+        f"{key}: no such key (keys begin with {', '.join(s for s in sections() if '.' not in s)})"
+    )
+
+
+def wrong_value(key: Key, value: Any) -> str:
+    """The line for a value of a wrong type, or nothing. Interpolations are left to OmegaConf."""
+    if isinstance(value, str) and "${" in value:
+        return ""
+    schema = OmegaConf.structured(RunConfig)
+    problem = isinstance(value, bool) and key.kind in (int, float)
+    try:
+        OmegaConf.update(schema, key.name, value, force_add=False)
+    except (OmegaConfBaseException, ValueError, TypeError):
+        problem = True
+    if not problem:
+        return ""
+    shown = "null" if value is None else str(value)
+    near = suggest(shown, key.allowed, count=1)
+    if key.kind is int and isinstance(value, float):
+        near = [str(round(value))]
+    hint = f" (nearest {near[0]})" if near else ""
+    return f"{key.name}={shown}: must be {key.expects}{hint}"
+
+
+def _check_group(
+    override: Override,
+    options: Mapping[str, list[str]],
+    selected: dict[str, list[str]],
+    result: Checked,
+) -> None:
+    group, value = override.key_or_group, _value(override)
+    chosen = value if isinstance(value, list) else [value]
+    if value is None and group in ("experiment", "local"):
+        chosen = []
+    wrong = [str(choice) for choice in chosen if choice not in options[group]]
+    if override.is_sweep_override() or wrong:
+        shown = override.get_value_element_as_str() if override.value_type else str(value)
+        near = suggest(wrong[0], options[group], count=1) if wrong else []
+        hint = f"; did you mean {group}={near[0]}?" if near else ""
+        result.problems.append(
+            f"{group}={shown}: no such option (allowed {', '.join(options[group])}{hint})"
+        )
+        result.broken_group = True
+        return
+    selected[group] = chosen
+    # `experiment` stands in the defaults list, so `+experiment=x`, the other habit, means the same.
+    result.overrides.append((override.input_line or "").lstrip("+"))
+
+
+def _check_key(
+    override: Override,
+    keys: Mapping[str, Key],
+    options: Mapping[str, list[str]],
+    result: Checked,
+) -> None:
+    key = override.key_or_group
+    if override.type is OverrideType.DEL:
+        result.problems.append(f"~{key}: keys cannot be removed (allowed: key=value, key=null)")
+    elif key.startswith(("hydra.", "hydra/")):
+        result.problems.append(
+            f"{key}: Hydra only composes here, its own settings have no effect (leave it out)"
+        )
+    elif key not in keys:
+        result.problems.append(unknown(key, keys, list(options)))
+        result.broken.update(suggest(key, keys, count=1))
+    elif override.is_sweep_override():
+        result.problems.append(
+            f"{override.input_line}: gives several values, must be one (for a sweep: -m; for text "
+            f"with commas: '{key}=\"a,b\"')"
+        )
+        result.broken.add(key)
+    else:
+        value = _value(override)
+        whole = keys[key].kind is int and isinstance(value, float) and value.is_integer()
+        line = f"{key}={int(value)}" if whole else (override.input_line or "").lstrip("+")
+        problem = wrong_value(keys[key], int(value) if whole else value)
+        if problem:
+            result.problems.append(problem)
+            result.broken.add(key)
+        else:
+            result.overrides.append(line)
+            result.given.add(key)
+
+
+def _value(override: Override) -> Any:
+    return None if override.is_sweep_override() else override.value()
+
+
+def _flatten(content: Any, prefix: str, keys: Mapping[str, Key]) -> list[tuple[str, Any]]:
+    """Leaves of a YAML mapping; a value whose key is a leaf of the schema is not entered."""
+    leaves: list[tuple[str, Any]] = []
+    for name, value in content.items() if isinstance(content, dict) else ():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in keys:
+            leaves += _flatten(value, key + ".", keys)
+        else:
+            leaves.append((key, value))
+    return leaves
+
+
+def _defaults(file: Path) -> dict[str, list[str]]:
+    """Options that a file's defaults list chooses, by group."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError):
+        return {}
+    chosen: dict[str, list[str]] = {}
+    for entry in content.get("defaults", []):
+        for group, choice in entry.items() if isinstance(entry, dict) else ():
+            name = group.replace("override ", "").replace("optional ", "").strip().lstrip("/")
+            chosen[name] = [] if choice is None else [str(choice)]
+    return chosen
+
+
+def _with_experiment(selected: dict[str, list[str]], config_dir: Path) -> dict[str, list[str]]:
+    """Options in force: what an experiment overrides counts unless the command line says else."""
+    final = dict(selected)
+    base = _defaults(config_dir / "config.yaml")
+    for experiment in selected.get("experiment", []):
+        for group, choices in _defaults(config_dir / "experiment" / f"{experiment}.yaml").items():
+            if final.get(group) == base.get(group):
+                final[group] = choices
+    return final

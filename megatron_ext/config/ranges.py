@@ -1,0 +1,102 @@
+"""The range of every single number in the schema. A test says that none is missing. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval of finite numbers; each end may be left out (``open``) of it."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below and math.isfinite(value)
+
+    def clamp(self, value: float) -> str:
+        """The closest value inside, as text; past an open end, a common value beside it."""
+        if not math.isfinite(value):
+            value = self.high if value > 0 and math.isfinite(self.high) else self.low
+        if value <= self.low:
+            beside = self.low + min(0.01, (self.high - self.low) / 2)
+            return f"{beside if self.low_open else self.low:g}"
+        beside = self.high - min(0.01, (self.high - self.low) / 2)
+        return f"{beside if self.high_open else self.high:g}"
+
+    def __str__(self) -> str:
+        if math.isinf(self.high):
+            return f"above {self.low:g}" if self.low_open else f"{self.low:g} or more"
+        left, right = "(" if self.low_open else "[", ")" if self.high_open else "]"
+        return f"in {left}{self.low:g}, {self.high:g}{right}"
+
+
+COUNT = Range(low=1)
+AMOUNT = Range(low=0)
+POSITIVE = Range(low=0, low_open=True)
+
+RANGES: dict[str, Range] = {
+    "run.seed": Range(low=0, high=2**63 - 1),
+    "run.timeout_seconds": POSITIVE,
+    "model.num_layers": COUNT,
+    "model.first_dense_layers": AMOUNT,
+    "model.hidden_size": COUNT,
+    "model.feed_forward_size": COUNT,
+    "model.vocab_size": COUNT,
+    "model.full_attention_interval": COUNT,
+    "model.norm_eps": POSITIVE,
+    "model.init_std": POSITIVE,
+    "model.situ_beta": POSITIVE,
+    "model.situ_linear_beta": POSITIVE,
+    "model.kda.num_heads": COUNT,
+    "model.kda.head_dim": COUNT,
+    "model.kda.value_dim": COUNT,
+    "model.kda.conv_width": COUNT,
+    "model.kda.lower_bound": Range(),  # depends on the gate: see validate
+    "model.kda.decay_rank": COUNT,
+    "model.kda.output_gate_rank": COUNT,
+    "model.mla.num_heads": COUNT,
+    "model.mla.q_lora_rank": AMOUNT,
+    "model.mla.kv_lora_rank": COUNT,
+    "model.mla.qk_nope_head_dim": COUNT,
+    "model.mla.qk_rope_head_dim": AMOUNT,
+    "model.mla.v_head_dim": COUNT,
+    "model.mla.norm_eps": POSITIVE,
+    "parallel.tensor": COUNT,
+    "parallel.pipeline": COUNT,
+    "parallel.virtual_pipeline": COUNT,
+    "parallel.context": COUNT,
+    "parallel.expert": COUNT,
+    "parallel.expert_tensor": COUNT,
+    "data.sequence_length": COUNT,
+    "data.held_out": Range(low=0, high=1, low_open=True, high_open=True),
+    "train.steps": COUNT,
+    "train.batch_tokens": COUNT,
+    "train.micro_batch_size": COUNT,
+    "optim.lr": POSITIVE,
+    "optim.min_lr_ratio": Range(low=0, high=1),
+    "optim.warmup_tokens": AMOUNT,
+    "optim.decay_tokens": AMOUNT,
+    "optim.schedule_tokens": COUNT,
+    "optim.beta1": Range(low=0, high=1, high_open=True),
+    "optim.beta2": Range(low=0, high=1, high_open=True),
+    "optim.eps": POSITIVE,
+    "optim.weight_decay": AMOUNT,
+    "optim.clip_grad": AMOUNT,
+    "evaluate.interval_tokens": AMOUNT,
+    "evaluate.tokens": COUNT,
+    "checkpoint.interval": AMOUNT,
+    "checkpoint.keep": AMOUNT,
+    "checkpoint.keep_every": AMOUNT,
+    "logging.interval": COUNT,
+    "generate.max_new_tokens": COUNT,
+    "generate.temperature": AMOUNT,
+    "generate.top_k": AMOUNT,
+    "plan.world_size": COUNT,
+}

@@ -1,0 +1,326 @@
+"""Rules between options: everything that is wrong, each with the nearest value that works. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.config.layout import (
+    VOCAB_MULTIPLE,
+    LayerKind,
+    expert_layers,
+    layer_kinds,
+    model_parallel_size,
+    sequence_parallel,
+)
+from megatron_ext.config.ranges import RANGES
+from megatron_ext.config.schema import (
+    AttentionBackend,
+    Device,
+    Gate,
+    KdaBackend,
+    Mode,
+    RunConfig,
+    Schedule,
+)
+from megatron_ext.errors import ConfigError
+
+FLA_LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line of the report, and the keys that it blames or rests on."""
+
+    text: str
+    keys: tuple[str, ...]
+
+
+def validate(config: RunConfig, world_size: int | None) -> None:
+    """Raise one `ConfigError` that lists everything wrong with ``config``.
+
+    Args:
+        world_size: ranks of the job, or None when they are not known yet (then nothing that
+            depends on the data parallel size is checked, and `plan.world_size` counts in a plan).
+    """
+    problems = find_problems(config, world_size)
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+
+
+def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
+    """Everything wrong, in the order of the schema.
+
+    Rules between keys divide by sizes, so they wait until every single value is in its range.
+    """
+    problems = list(_ranges(config))
+    if problems:
+        return problems
+    if config.run.mode is Mode.plan and world_size is None:
+        world_size = config.plan.world_size
+    rules = (_run(config), _model(config), _parallel(config, world_size), _data(config))
+    problems = [problem for rule in rules for problem in rule]
+    return problems + list(_batch(config, world_size)) + list(_optim(config))
+
+
+def value_of(config: RunConfig, key: str) -> object:
+    """The value at a dotted key."""
+    node: object = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def nearest(value: int, allowed: Sequence[int]) -> str:
+    """The closest allowed values below and above: ``"2 or 4"``."""
+    below = [a for a in allowed if a < value]
+    above = [a for a in allowed if a > value]
+    return " or ".join(str(a) for a in ([max(below)] if below else []) + above[:1])
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of ``step`` around ``value``: ``"8192 or 16384"``."""
+    low = value // step * step
+    return nearest(value, [low, low + step] if low > 0 else [step])
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _ranges(config: RunConfig) -> Iterator[Problem]:
+    for key, allowed in RANGES.items():
+        value = value_of(config, key)
+        if isinstance(value, int | float) and not allowed.holds(value):
+            yield Problem(
+                f"{key}={value}: must be {allowed} (nearest {allowed.clamp(value)})", (key,)
+            )
+
+
+def _run(config: RunConfig) -> Iterator[Problem]:
+    name = config.run.name
+    if not name or name in (".", "..") or any(c in name for c in "/\\\0\n"):
+        yield Problem(
+            f"run.name={name!r}: must be usable as the name of a folder, without slashes "
+            "(run.dir=PATH takes a path)",
+            ("run.name",),
+        )
+    nondeterministic = {
+        "model.kda.backend": (KdaBackend.fla, "reference, dense, auto"),
+        "model.mla.backend": (AttentionBackend.transformer_engine, "sdpa, auto"),
+    }
+    for key, (backend, allowed) in nondeterministic.items():
+        if config.run.deterministic and value_of(config, key) is backend:
+            yield Problem(
+                f"{key}={backend.name}: is not deterministic, and run.deterministic=true was "
+                f"given (allowed {allowed}; or run.deterministic=false)",
+                ("run.deterministic", key),
+            )
+        if config.run.device is Device.cpu and value_of(config, key) is backend:
+            yield Problem(
+                f"{key}={backend.name}: needs a GPU, and run.device=cpu was given "
+                f"(allowed {allowed}; or run.device=auto)",
+                ("run.device", key),
+            )
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    model, kda = config.model, config.model.kda
+    kinds = set(layer_kinds(model))
+    if LayerKind.kda in kinds or LayerKind.gated in kinds:
+        if kda.gate is not Gate.softplus and not -5.0 <= kda.lower_bound < 0.0:
+            yield Problem(
+                f"model.kda.lower_bound={kda.lower_bound:g}: must be in [-5, 0) for "
+                f"model.kda.gate={kda.gate.name}, since 16 tokens at a stronger decay leave the range "
+                f"of bfloat16 (nearest {'-5' if kda.lower_bound < -5 else '-0.1'}; or "
+                "model.kda.gate=softplus, which is unbounded and slower)",
+                ("model.kda.lower_bound", "model.kda.gate"),
+            )
+        for key in ("model.kda.head_dim", "model.kda.value_dim"):
+            size = value_of(config, key)
+            if kda.backend is KdaBackend.fla and isinstance(size, int) and size > FLA_LARGEST_HEAD:
+                yield Problem(
+                    f"{key}={size}: must be at most {FLA_LARGEST_HEAD} for model.kda.backend=fla "
+                    f"(nearest {FLA_LARGEST_HEAD}; or model.kda.backend=dense)",
+                    (key, "model.kda.backend"),
+                )
+    if model.vocab_size is not None and model.vocab_size % VOCAB_MULTIPLE:
+        yield Problem(
+            f"model.vocab_size={model.vocab_size}: must be a multiple of {VOCAB_MULTIPLE} "
+            f"(nearest {nearest_multiples(model.vocab_size, VOCAB_MULTIPLE)}; or null for the "
+            "tokenizer's own size, rounded up)",
+            ("model.vocab_size",),
+        )
+    if expert_layers(model) and config.run.mode is not Mode.plan:
+        yield Problem(
+            f"model.first_dense_layers={model.first_dense_layers}: makes expert layers, which this "
+            f"version can plan but not {config.run.mode.name} (allowed null, that is every layer "
+            "dense; or run.mode=plan)",
+            ("model.first_dense_layers", "model.num_layers", "run.mode"),
+        )
+
+
+def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
+    parallel, model = config.parallel, config.model
+    kinds = set(layer_kinds(model))
+    divided: dict[str, int] = {}
+    if kinds & {LayerKind.kda, LayerKind.gated}:
+        divided["model.kda.num_heads"] = model.kda.num_heads
+    if kinds & {LayerKind.mla, LayerKind.gated}:
+        divided["model.mla.num_heads"] = model.mla.num_heads
+    divided["model.feed_forward_size"] = model.feed_forward_size
+    if sequence_parallel(parallel):
+        divided["data.sequence_length"] = config.data.sequence_length
+    # A vocabulary that is not known yet is some multiple of 128.
+    divided["model.vocab_size"] = model.vocab_size or VOCAB_MULTIPLE
+    wrong = [key for key, size in divided.items() if size % parallel.tensor]
+    if wrong:
+        allowed = divisors(math.gcd(*divided.values()))
+        names = ", ".join(
+            f"{key}={divided[key]}"
+            if key != "model.vocab_size" or model.vocab_size
+            else f"the vocabulary, a multiple of {VOCAB_MULTIPLE}"
+            for key in wrong
+        )
+        yield Problem(
+            f"parallel.tensor={parallel.tensor}: must divide {names} (allowed "
+            f"{', '.join(map(str, allowed))}; nearest {nearest(parallel.tensor, allowed)})",
+            ("parallel.tensor", "parallel.sequence", *divided),
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        yield Problem(
+            "parallel.sequence=true: needs parallel.tensor > 1, got 1 (nearest parallel.tensor=2; or "
+            "leave parallel.sequence out: it is on by itself when tensor > 1)",
+            ("parallel.sequence", "parallel.tensor"),
+        )
+    for key in ("context", "expert", "expert_tensor"):
+        size = getattr(parallel, key)
+        if size > 1:
+            yield Problem(
+                f"parallel.{key}={size}: is not in this version (allowed 1)", (f"parallel.{key}",)
+            )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield Problem(
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline}: needs parallel.pipeline > 1, got 1 "
+            "(nearest parallel.pipeline=2 or parallel.virtual_pipeline=1)",
+            ("parallel.virtual_pipeline", "parallel.pipeline"),
+        )
+    yield from _stage_layers(config)
+    if parallel.overlap_param_gather:
+        for key in ("distributed_optimizer", "overlap_grad_reduce"):
+            if not getattr(parallel, key):
+                yield Problem(
+                    f"parallel.overlap_param_gather=true: needs parallel.{key}=true, got false",
+                    ("parallel.overlap_param_gather", f"parallel.{key}"),
+                )
+    needed = model_parallel_size(parallel)
+    if world_size is not None and (world_size < 1 or world_size % needed):
+        planned = config.run.mode is Mode.plan
+        given = f"plan.world_size={world_size}" if planned else f"ranks={world_size}"
+        yield Problem(
+            f"{given}: must be a multiple of tensor {parallel.tensor} x pipeline "
+            f"{parallel.pipeline} x context {parallel.context} = {needed} "
+            f"(nearest {nearest_multiples(world_size, needed)}"
+            + (")" if planned else "; torchrun --nproc-per-node sets it)"),
+            ("plan.world_size", "parallel.tensor", "parallel.pipeline", "parallel.context"),
+        )
+
+
+def _stage_layers(config: RunConfig) -> Iterator[Problem]:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    sizes = parallel.stage_layers
+    if sizes is None:
+        return
+    keys = ("parallel.stage_layers", "parallel.pipeline", "parallel.virtual_pipeline")
+    given = f"parallel.stage_layers=[{','.join(map(str, sizes))}]"
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    if len(sizes) != chunks:
+        yield Problem(
+            f"{given}: must have pipeline {parallel.pipeline} x virtual_pipeline "
+            f"{parallel.virtual_pipeline} = {chunks} entries, got {len(sizes)} (or null: even)",
+            keys,
+        )
+    if any(size < 0 for size in sizes) or sum(sizes) != num_layers:
+        yield Problem(
+            f"{given}: entries must be 0 or more and add up to model.num_layers={num_layers}, "
+            f"got {sum(sizes)} (or null: even)",
+            (*keys, "model.num_layers"),
+        )
+
+
+def _data(config: RunConfig) -> Iterator[Problem]:
+    data = config.data
+    reads = config.run.mode in (Mode.train, Mode.evaluate)
+    if reads and not data.sources and not data.demo:
+        yield Problem(
+            "data.sources=[]: nothing to read (data=demo or data=sample needs no preparation; or name "
+            "prepared corpora: data.sources=[{name:web,path:FOLDER}], made by data/prepare.py)",
+            ("data.sources", "data.demo"),
+        )
+    names = [source.name for source in data.sources]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(
+            f"data.sources: the name {name!r} is given {names.count(name)} times, must be unique",
+            ("data.sources",),
+        )
+    for source in data.sources:
+        if not (source.weight > 0 and math.isfinite(source.weight)):
+            yield Problem(
+                f"data.sources[{source.name}].weight={source.weight:g}: must be above 0 "
+                "(leave the source out to read none of it)",
+                ("data.sources",),
+            )
+
+
+def _batch(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
+    parallel, train, length = config.parallel, config.train, config.data.sequence_length
+    needed = model_parallel_size(parallel)
+    data_parallel = world_size // needed if world_size and world_size % needed == 0 else 1
+    parts = {
+        "data.sequence_length": length,
+        "train.micro_batch_size": train.micro_batch_size,
+        "data parallel": data_parallel,
+    }
+    # megatron-core's interleaved schedule hands micro-batches round in groups of one a stage.
+    if parallel.virtual_pipeline > 1:
+        parts["parallel.pipeline"] = parallel.pipeline
+    step = math.prod(parts.values())
+    if train.batch_tokens % step:
+        shown = " x ".join(f"{key}={size}" for key, size in parts.items() if size > 1)
+        product = f" = {step}" if " x " in shown else ""
+        yield Problem(
+            f"train.batch_tokens={train.batch_tokens}: must be a multiple of {shown}{product} "
+            f"(nearest {nearest_multiples(train.batch_tokens, step)})",
+            ("train.batch_tokens", "plan.world_size", "parallel", *parts),
+        )
+
+
+def _optim(config: RunConfig) -> Iterator[Problem]:
+    optim = config.optim
+    total = optim.schedule_tokens or config.train.steps * config.train.batch_tokens
+    name = "optim.schedule_tokens" if optim.schedule_tokens else "train.steps x train.batch_tokens"
+    keys = ("optim.warmup_tokens", "optim.schedule_tokens", "train.steps", "train.batch_tokens")
+    if optim.warmup_tokens >= total:
+        yield Problem(
+            f"optim.warmup_tokens={optim.warmup_tokens}: must be less than {name} = {total} "
+            f"(nearest {total - 1}; a common choice is {total // 20})",
+            keys,
+        )
+    if optim.schedule is not Schedule.wsd:
+        return
+    if optim.decay_tokens == 0:
+        yield Problem(
+            "optim.decay_tokens=0: must be above 0 for optim.schedule=wsd (a common choice is "
+            f"{max(total // 10, 1)}; or optim.schedule=constant)",
+            ("optim.decay_tokens", "optim.schedule", *keys),
+        )
+    elif optim.warmup_tokens + optim.decay_tokens > total and optim.warmup_tokens < total:
+        yield Problem(
+            f"optim.decay_tokens={optim.decay_tokens}: with optim.warmup_tokens="
+            f"{optim.warmup_tokens} must not exceed {name} = {total} "
+            f"(nearest {total - optim.warmup_tokens})",
+            ("optim.decay_tokens", *keys),
+        )
