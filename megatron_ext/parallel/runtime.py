@@ -87,9 +87,11 @@ def quiet() -> None:
     They say that Transformer Engine and Apex are missing (our own header says which backends are
     in use) and that GPTModel gets no new features. To silence those of the import, call it first.
     """
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.")
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron\.")
+    # megatron-core's own habits, reported against torch or our function mode
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
