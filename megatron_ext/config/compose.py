@@ -6,6 +6,7 @@ No torch is imported here, so that a plan or a typo is answered on a login node 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra import main as hydra_main
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -28,13 +30,18 @@ CONFIGS = REPOSITORY / "configs"
 
 
 def compose(
-    overrides: Sequence[str], *, config_dir: Path = CONFIGS, cwd: Path | None = None
+    overrides: Sequence[str],
+    *,
+    world_size: int | None = None,
+    config_dir: Path = CONFIGS,
+    cwd: Path | None = None,
 ) -> RunConfig:
-    """Compose ``configs/`` with ``overrides`` and check everything that needs no rank count.
+    """Compose ``configs/`` with ``overrides`` and check everything before any work.
 
     Args:
         overrides: Hydra words: ``key=value``, ``group=option``, ``experiment=x`` or
             ``+experiment=x``.
+        world_size: ranks of the job; None leaves out what depends on their number.
         config_dir: the folder with ``config.yaml``.
         cwd: where relative paths start; default: the working directory.
 
@@ -60,7 +67,7 @@ def compose(
         raise ConfigError(checked.problems)
     assert isinstance(config, RunConfig)
     resolve_paths(config, cwd or Path.cwd())
-    checked.problems += [p.text for p in find_problems(config, None) if _certain(p, checked)]
+    checked.problems += [p.text for p in find_problems(config, world_size) if _certain(p, checked)]
     if checked.problems:
         raise ConfigError(checked.problems)
     return config
@@ -104,3 +111,24 @@ def _certain(problem: Problem, checked: Checked) -> bool:
     if checked.broken_group:
         return set(problem.keys) <= checked.given
     return not set(problem.keys) & checked.broken
+
+
+def hydra_command(words: Sequence[str], *, config_dir: Path = CONFIGS) -> int:
+    """Hydra's own inspection, ``--cfg`` and ``--info``: prints, composes, runs nothing.
+
+    Raises:
+        ConfigError: for words that do not compose, as `compose` does.
+    """
+    flags = [word for word in words if word.startswith("-") or "=" not in word]
+    checked = check_overrides([word for word in words if word not in flags], config_dir)
+    if checked.problems:
+        raise ConfigError(checked.problems)
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    # Hydra reads the words from sys.argv only; ours lack the + that it refuses.
+    show = hydra_main(version_base="1.3", config_path=str(config_dir), config_name="config")
+    program, sys.argv = sys.argv, [sys.argv[0], *flags, *checked.overrides]
+    try:
+        show(lambda _: None)()
+    finally:
+        sys.argv = program
+    return 0

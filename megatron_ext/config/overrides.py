@@ -95,9 +95,7 @@ def unknown(key: str, keys: Mapping[str, Key], extra: Sequence[str] = ()) -> str
     """The line for a key that does not exist."""
     if key in sections():
         inside = [name for name in keys if name.startswith(key + ".")]
-        return (
-            f"{key}: holds other keys, must be given one by one (such as {', '.join(inside[:3])})"
-        )
+        return f"{key}: holds other keys, must be one of them (such as {', '.join(inside[:3])})"
     near = suggest(key, [*keys, *extra])
     if near:
         return f"{key}: no such key (did you mean {' or '.join(near)}?)"
@@ -105,9 +103,8 @@ def unknown(key: str, keys: Mapping[str, Key], extra: Sequence[str] = ()) -> str
     inside = [name for name in keys if name.startswith(section + ".")]
     if inside:
         return f"{key}: no such key (allowed: {', '.join(inside)})"
-    return (
-        f"{key}: no such key (keys begin with {', '.join(s for s in sections() if '.' not in s)})"
-    )
+    first = ", ".join(name for name in sections() if "." not in name)
+    return f"{key}: no such key (keys begin with {first})"
 
 
 def wrong_value(key: Key, value: Any) -> str:

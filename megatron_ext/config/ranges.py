@@ -1,8 +1,9 @@
-"""The range of every single number in the schema. A test says that none is missing. No torch."""
+"""Arithmetic of allowed values, and the range of every number in the schema. No torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -100,3 +101,22 @@ RANGES: dict[str, Range] = {
     "generate.top_k": AMOUNT,
     "plan.world_size": COUNT,
 }
+
+
+def nearest(value: int, allowed: Sequence[int]) -> str:
+    """The closest allowed values below and above: ``"2 or 4"``."""
+    below = [a for a in allowed if a < value]
+    above = [a for a in allowed if a > value]
+    return " or ".join(str(a) for a in ([max(below)] if below else []) + above[:1])
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """The multiples of ``step`` around ``value``: ``"8192 or 16384"``."""
+    low = value // step * step
+    return nearest(value, [low, low + step] if low > 0 else [step])
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,9 +1,9 @@
-"""Rules between options: everything that is wrong, each with the nearest value that works. No torch."""
+"""Rules between options: all that is wrong, each with the nearest value that works. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ext.config.layout import (
@@ -14,7 +14,7 @@ from megatron_ext.config.layout import (
     model_parallel_size,
     sequence_parallel,
 )
-from megatron_ext.config.ranges import RANGES
+from megatron_ext.config.ranges import RANGES, divisors, nearest, nearest_multiples
 from megatron_ext.config.schema import (
     AttentionBackend,
     Device,
@@ -41,8 +41,8 @@ def validate(config: RunConfig, world_size: int | None) -> None:
     """Raise one `ConfigError` that lists everything wrong with ``config``.
 
     Args:
-        world_size: ranks of the job, or None when they are not known yet (then nothing that
-            depends on the data parallel size is checked, and `plan.world_size` counts in a plan).
+        world_size: ranks of the job, or None when they are not known yet: then nothing that
+            depends on their number is checked. A plan is for `plan.world_size` ranks instead.
     """
     problems = find_problems(config, world_size)
     if problems:
@@ -57,7 +57,7 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
     problems = list(_ranges(config))
     if problems:
         return problems
-    if config.run.mode is Mode.plan and world_size is None:
+    if config.run.mode is Mode.plan:
         world_size = config.plan.world_size
     rules = (_run(config), _model(config), _parallel(config, world_size), _data(config))
     problems = [problem for rule in rules for problem in rule]
@@ -70,25 +70,6 @@ def value_of(config: RunConfig, key: str) -> object:
     for part in key.split("."):
         node = getattr(node, part)
     return node
-
-
-def nearest(value: int, allowed: Sequence[int]) -> str:
-    """The closest allowed values below and above: ``"2 or 4"``."""
-    below = [a for a in allowed if a < value]
-    above = [a for a in allowed if a > value]
-    return " or ".join(str(a) for a in ([max(below)] if below else []) + above[:1])
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of ``step`` around ``value``: ``"8192 or 16384"``."""
-    low = value // step * step
-    return nearest(value, [low, low + step] if low > 0 else [step])
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def _ranges(config: RunConfig) -> Iterator[Problem]:
@@ -134,8 +115,8 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         if kda.gate is not Gate.softplus and not -5.0 <= kda.lower_bound < 0.0:
             yield Problem(
                 f"model.kda.lower_bound={kda.lower_bound:g}: must be in [-5, 0) for "
-                f"model.kda.gate={kda.gate.name}, since 16 tokens at a stronger decay leave the range "
-                f"of bfloat16 (nearest {'-5' if kda.lower_bound < -5 else '-0.1'}; or "
+                f"model.kda.gate={kda.gate.name}, since 16 tokens at a stronger decay leave the "
+                f"range of bfloat16 (nearest {'-5' if kda.lower_bound < -5 else '-0.1'}; or "
                 "model.kda.gate=softplus, which is unbounded and slower)",
                 ("model.kda.lower_bound", "model.kda.gate"),
             )
@@ -192,8 +173,8 @@ def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
         )
     if parallel.sequence and parallel.tensor == 1:
         yield Problem(
-            "parallel.sequence=true: needs parallel.tensor > 1, got 1 (nearest parallel.tensor=2; or "
-            "leave parallel.sequence out: it is on by itself when tensor > 1)",
+            "parallel.sequence=true: needs parallel.tensor > 1, got 1 (nearest parallel.tensor=2; "
+            "or leave parallel.sequence out: it is on by itself when tensor > 1)",
             ("parallel.sequence", "parallel.tensor"),
         )
     for key in ("context", "expert", "expert_tensor"):
@@ -204,8 +185,8 @@ def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
             )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield Problem(
-            f"parallel.virtual_pipeline={parallel.virtual_pipeline}: needs parallel.pipeline > 1, got 1 "
-            "(nearest parallel.pipeline=2 or parallel.virtual_pipeline=1)",
+            f"parallel.virtual_pipeline={parallel.virtual_pipeline}: needs parallel.pipeline > 1, "
+            "got 1 (nearest parallel.pipeline=2 or parallel.virtual_pipeline=1)",
             ("parallel.virtual_pipeline", "parallel.pipeline"),
         )
     yield from _stage_layers(config)
@@ -256,8 +237,8 @@ def _data(config: RunConfig) -> Iterator[Problem]:
     reads = config.run.mode in (Mode.train, Mode.evaluate)
     if reads and not data.sources and not data.demo:
         yield Problem(
-            "data.sources=[]: nothing to read (data=demo or data=sample needs no preparation; or name "
-            "prepared corpora: data.sources=[{name:web,path:FOLDER}], made by data/prepare.py)",
+            "data.sources=[]: nothing to read (data=demo or data=sample needs no preparation; or "
+            "data.sources=[{name:web,path:FOLDER}], with folders made by data/prepare.py)",
             ("data.sources", "data.demo"),
         )
     names = [source.name for source in data.sources]

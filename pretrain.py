@@ -1,0 +1,70 @@
+"""The entry point: compose, validate, then train, plan, evaluate or generate.
+
+python pretrain.py [group=option] [key=value]
+torchrun --standalone --nproc-per-node N pretrain.py [...]
+python pretrain.py --help
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from megatron_ext.config.compose import compose, hydra_command
+from megatron_ext.config.reference import help_text
+from megatron_ext.config.schema import Mode, RunConfig
+from megatron_ext.config.sweep import expand
+from megatron_ext.errors import ConfigError, MegatronExtError
+
+COMMANDS = {
+    Mode.train: ("megatron_ext.train.main", "train"),
+    Mode.plan: ("megatron_ext.plan.main", "plan"),
+    Mode.evaluate: ("megatron_ext.train.evaluate", "evaluate"),
+    Mode.generate: ("megatron_ext.inference.main", "generate"),
+}
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one command line; returns the exit code of `megatron_ext.errors`."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if {"-h", "--help"} & set(words):
+        print(help_text())
+        return 0
+    try:
+        if any(word.startswith(("--cfg", "-c", "--info", "-i")) for word in words):
+            return hydra_command(words)
+        if {"-m", "--multirun"} & set(words):
+            return sweep([word for word in words if word not in ("-m", "--multirun")])
+        return run(compose(words, world_size=world_size))
+    except ConfigError as error:  # every rank finds the same
+        if rank == 0:
+            print(error, file=sys.stderr)
+        return error.exit_code
+    except MegatronExtError as error:
+        print(f"[rank {rank}] {error}" if world_size > 1 else error, file=sys.stderr)
+        return error.exit_code
+
+
+def run(config: RunConfig) -> int:
+    """Hand over to the part that the mode names. Only then is torch imported."""
+    module, function = COMMANDS[config.run.mode]
+    code: int = getattr(importlib.import_module(module), function)(config)
+    return code
+
+
+def sweep(words: Sequence[str]) -> int:
+    """One process a job, one after the other; the first exit code that is not 0, else 0."""
+    jobs = expand(words)
+    for job in jobs:
+        compose(job)
+    codes = [
+        subprocess.run([sys.executable, __file__, *job], check=False).returncode for job in jobs
+    ]
+    return next((code for code in codes if code), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
