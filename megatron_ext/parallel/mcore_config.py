@@ -9,10 +9,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext.config.layout import stage_layers
+from megatron_ext.config.layout import sequence_parallel, stage_layers
 from megatron_ext.config.schema import (
     AttentionPattern,
-    ParallelOptions,
     Precision,
     Recompute,
     RunConfig,
@@ -120,13 +119,6 @@ def optimizer_config(config: RunConfig) -> OptimizerConfig:
 def parameter_dtype(config: RunConfig) -> torch.dtype:
     """The dtype of weights and activations; parameters that stay float32 choose it themselves."""
     return torch.bfloat16 if config.run.precision is Precision.bf16 else torch.float32
-
-
-def sequence_parallel(parallel: ParallelOptions) -> bool:
-    """Whether activations between blocks are split along the sequence; never with one tensor
-    parallel rank, where there is nothing to split."""
-    wanted = parallel.tensor > 1 if parallel.sequence is None else parallel.sequence
-    return wanted and parallel.tensor > 1
 
 
 def pipeline_layout(config: RunConfig) -> list[list[str]] | None:

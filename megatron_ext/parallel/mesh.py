@@ -14,7 +14,7 @@ from megatron_ext.errors import ConfigError
 def build_mesh(
     parallel: ParallelOptions, *, seed: int = 1234, timeout_seconds: float = 1800.0
 ) -> ProcessGroupCollection:
-    """Create the process groups of a layout over all ranks of the started world.
+    """Create the process groups of a layout over all ranks of the started world, seed generators.
 
     Order of ranks, fastest first: tensor, context, expert, data, pipeline. Modules take the
     groups as arguments; megatron-core's own globals are set too, for what it asks them.
@@ -27,6 +27,15 @@ def build_mesh(
     Raises:
         ConfigError: the sizes do not divide the number of ranks.
     """
+    groups = build_groups(parallel, timeout_seconds=timeout_seconds)
+    model_parallel_cuda_manual_seed(seed)
+    return groups
+
+
+def build_groups(
+    parallel: ParallelOptions, *, timeout_seconds: float = 1800.0
+) -> ProcessGroupCollection:
+    """The groups alone, without the generators that differ between tensor parallel ranks."""
     world_size = dist.get_world_size()
     problems = misfits(parallel, world_size)
     if problems:
@@ -43,7 +52,6 @@ def build_mesh(
         distributed_timeout_minutes=max(1, -int(-timeout_seconds // 60)),
         create_gloo_process_groups=False,
     )
-    model_parallel_cuda_manual_seed(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 

@@ -91,7 +91,9 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.")
     # megatron-core's own habits, reported against torch or our function mode
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
-    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings(
+        "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf"
+    )
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
