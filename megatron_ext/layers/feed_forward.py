@@ -1,0 +1,68 @@
+"""The dense feed-forward: SiTU-GLU between a column-split pair of maps and a row-split one."""
+
+from __future__ import annotations
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.layers.linears import (
+    ColumnShard,
+    ShardedModule,
+    enter_tensor_parallel,
+    row_parallel,
+    tensor_group,
+)
+from megatron_ext.ops.situ import situ_glu
+
+
+class SituFeedForward(ShardedModule):
+    """y = W2 [ beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta) ], (g, u) = W1 x.
+
+    Kimi K3's activation (`ops.situ`). Fits the `mlp` slot of megatron-core's TransformerLayer, whose arguments
+    `is_mtp_layer` and `name` are not needed here.
+
+    Args:
+        feed_forward_size: width between the two maps, over all ranks.
+        beta: bound of the gate branch.
+        linear_beta: bound of the linear branch.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        feed_forward_size: int,
+        beta: float,
+        linear_beta: float,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+        name: str | None = None,
+    ) -> None:
+        tp_group = tensor_group(pg_collection)
+        super().__init__(config, tp_group=tp_group)
+        self.beta = beta
+        self.linear_beta = linear_beta
+        self.fc1 = ColumnShard(
+            config,
+            in_features=config.hidden_size,
+            out_features=feed_forward_size,
+            parts=2,
+            tp_group=tp_group,
+            key="model.feed_forward_size",
+        )
+        self.fc2 = row_parallel(
+            config,
+            in_features=feed_forward_size,
+            out_features=config.hidden_size,
+            tp_group=tp_group,
+        )
+
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple:
+        """[s/tp, b, h] to ([s/tp, b, h], None): megatron-core's (output, bias) pair.
+
+        `padding_mask` is for routed experts; a dense layer treats every position alike.
+        """
+        entered = enter_tensor_parallel(hidden_states, config=self.config, tp_group=self.tp_group)
+        gate, up = self.fc1(entered).chunk(2, dim=-1)
+        return self.fc2(situ_glu(gate, up, beta=self.beta, linear_beta=self.linear_beta))

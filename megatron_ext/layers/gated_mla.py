@@ -1,0 +1,188 @@
+"""Gated multi-head latent attention without positions (NoPE), as a megatron-core module.
+
+Shapes: s sequence, b batch, h hidden, H heads of this rank; N `qk_nope_head_dim`, R
+`qk_rope_head_dim` (a key part shared by all heads, never rotated), V `v_head_dim`.
+
+    q = W_qb RMSNorm(W_qa x)                                   H x (N+R)
+    [c | k_r] = W_kva x ;  [k_n | v] = W_kvb RMSNorm(c)        H x (N+V)
+    k = [k_n | k_r for every head]
+    o = softmax(q k^T (N+R)^-1/2 + causal and document mask) v
+    y = W_o ( o * sigmoid(W_g x) )
+
+Source: Kimi K3 report, equation 7. The latent and the shared key enter the tensor-parallel region as one tensor, so
+the gradient of the shared key is summed over all heads of all ranks (pitfall B-20).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ext.config.schema import MlaOptions
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.core_attention import SdpaAttention
+from megatron_ext.layers.linears import (
+    ColumnShard,
+    DuplicatedLinear,
+    ShardedModule,
+    enter_tensor_parallel,
+    local_share,
+    recompute_core,
+    row_parallel,
+    tensor_group,
+)
+from megatron_ext.layers.norms import RMSNorm
+
+
+@dataclass
+class GatedMlaSubmodules:
+    """What can be exchanged: the kernel over local heads (interface: `core_attention`)."""
+
+    core_attention: ModuleSpec | type = SdpaAttention
+
+
+class GatedMLA(ShardedModule):
+    """Takes the place of a self-attention in any megatron-core layer spec.
+
+    Args:
+        options: sizes and the output gate; `q_lora_rank` 0 projects queries straight from x.
+        submodules: the attention kernel.
+        pg_collection: process groups; None takes megatron-core's.
+        layer_number, name, cp_comm_type: given by megatron-core, not needed.
+
+    Raises:
+        ConfigError: heads do not divide over the ranks, or context parallelism is on.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        options: MlaOptions,
+        submodules: GatedMlaSubmodules | None = None,
+        layer_number: int = 1,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        tp_group = tensor_group(pg_collection)
+        super().__init__(config, tp_group=tp_group)
+        if config.context_parallel_size != 1:
+            raise ConfigError(
+                f"parallel.context: {config.context_parallel_size} given, full attention does "
+                "not split a sequence over ranks; use 1"
+            )
+        self.options = options
+        self.local_heads = local_share(options.num_heads, tp_group, key="model.mla.num_heads")
+        key_width = options.qk_nope_head_dim + options.qk_rope_head_dim
+        hidden = config.hidden_size
+
+        def column(in_features: int, head_width: int) -> ColumnShard:
+            return ColumnShard(
+                config,
+                in_features=in_features,
+                out_features=options.num_heads * head_width,
+                tp_group=tp_group,
+                key="model.mla.num_heads",
+            )
+
+        def duplicated(out_features: int) -> DuplicatedLinear:
+            return DuplicatedLinear(
+                config, in_features=hidden, out_features=out_features, tp_group=tp_group
+            )
+
+        # Not named q_layernorm or k_layernorm: megatron-core sums gradients of such names again.
+        self.q_down: DuplicatedLinear | None = None
+        self.q_latent_norm: RMSNorm | None = None
+        if options.q_lora_rank:
+            self.q_down = duplicated(options.q_lora_rank)
+            self.q_latent_norm = RMSNorm(config, options.q_lora_rank, options.norm_eps)
+        self.q_up = column(options.q_lora_rank or hidden, key_width)
+        self.kv_down = duplicated(options.kv_lora_rank + options.qk_rope_head_dim)
+        self.kv_latent_norm = RMSNorm(config, options.kv_lora_rank, options.norm_eps)
+        self.kv_up = column(options.kv_lora_rank, options.qk_nope_head_dim + options.v_head_dim)
+        self.gate = column(hidden, options.v_head_dim) if options.output_gate else None
+        self.core_attention = build_module(
+            (submodules or GatedMlaSubmodules()).core_attention,
+            config,
+            num_heads=self.local_heads,
+            k_channels=key_width,
+            v_channels=options.v_head_dim,
+            softmax_scale=key_width**-0.5,
+        )
+        self.out = row_parallel(
+            config,
+            in_features=options.num_heads * options.v_head_dim,
+            out_features=hidden,
+            tp_group=tp_group,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: object,
+    ) -> tuple[Tensor, None]:
+        """[s/tp, b, h] to ([s/tp, b, h], None): megatron-core's (output, bias) pair.
+
+        Args:
+            attention_mask: ignored, attention is causal within documents.
+            packed_seq_params: document bounds (`cu_seqlens_q`, with b = 1).
+            unused: megatron-core's keywords for rotary positions and inference.
+        """
+        options = self.options
+        x = None
+        if self.q_down is None or self.gate is not None:
+            x = self._enter(hidden_states)
+        q_input = x
+        if self.q_down is not None:
+            q_input = self._enter(self.q_latent_norm(self.q_down(hidden_states)))
+        latent, shared_key = self.kv_down(hidden_states).split(
+            [options.kv_lora_rank, options.qk_rope_head_dim], dim=-1
+        )
+        entered = self._enter(torch.cat([self.kv_latent_norm(latent), shared_key], dim=-1))
+        latent, shared_key = entered.split([options.kv_lora_rank, options.qk_rope_head_dim], dim=-1)
+
+        core_inputs = (self.q_up(q_input), self.kv_up(latent), shared_key, packed_seq_params)
+        if self.training and recompute_core(self.config):
+            # Nothing in the core is random, so no generator state has to be kept.
+            o = checkpoint(self._core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            o = self._core(*core_inputs)
+        if self.gate is not None:
+            wide = torch.promote_types(o.dtype, torch.float32)
+            o = (o.to(wide) * torch.sigmoid(self.gate(x).to(wide))).to(o.dtype)
+        return self.out(o)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return enter_tensor_parallel(x, config=self.config, tp_group=self.tp_group)
+
+    def _core(
+        self, q: Tensor, kv: Tensor, shared_key: Tensor, packed_seq_params: PackedSeqParams | None
+    ) -> Tensor:
+        """[s, b, H*(N+R)], [s, b, H*(N+V)], [s, b, R] to [s, b, H*V]."""
+        options, heads = self.options, self.local_heads
+        q, kv = (x.transpose(0, 1).unflatten(-1, (heads, -1)) for x in (q, kv))
+        key, value = kv.split([options.qk_nope_head_dim, options.v_head_dim], dim=-1)
+        shared = shared_key.transpose(0, 1).unsqueeze(-2).expand(-1, -1, heads, -1)
+        cu_seqlens = max_seqlen = None
+        if packed_seq_params is not None:
+            cu_seqlens = packed_seq_params.cu_seqlens_q
+            max_seqlen = packed_seq_params.max_seqlen_q
+        o = self.core_attention(
+            q,
+            torch.cat([key, shared], dim=-1),
+            value,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
+        return o.flatten(-2).transpose(0, 1).contiguous()

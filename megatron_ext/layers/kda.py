@@ -1,0 +1,211 @@
+"""Kimi Delta Attention: linear attention whose state decays by channel, as a megatron-core module.
+
+Shapes: s sequence, b batch, h hidden, H heads of this rank, K width of a head, W convolution taps.
+
+    q, k, v = SiLU(conv_W(W_qkv x))        z = W_fb W_fa x        beta = sigmoid(W_b x)
+    o = delta rule over (q, k, v, decay(z), beta)                 (ops.kda: normalisation, gates)
+    y = W_o [ RMSNorm_K(o) * sigmoid(W_g x) ]
+
+Source: Kimi K3 report, equations 5 and 6; Kimi Linear, arXiv:2510.26692. All weights are head-major, so tensor parallelism is a plain split.
+"""
+
+from __future__ import annotations
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, float32, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ext.config.schema import Gate, GateInit, KdaOptions, OutputGate
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.initializers import (
+    Constant,
+    LogOfUniform,
+    LogUniformSoftplusInverse,
+    Uniform,
+    parameter,
+)
+from megatron_ext.layers.linears import (
+    ColumnShard,
+    DuplicatedLinear,
+    ShardedModule,
+    enter_tensor_parallel,
+    local_share,
+    recompute_core,
+    row_parallel,
+    tensor_group,
+)
+from megatron_ext.layers.norms import GatedHeadNorm
+from megatron_ext.ops.kda import kda, short_conv
+
+
+class KimiDeltaAttention(ShardedModule):
+    """Takes the place of a self-attention in any megatron-core layer spec.
+
+    A_log [H], dt_bias [H*K] and the convolution [3, H*K, W] are float32 in every model and are not
+    decayed by the optimizer (pitfall B-52).
+
+    Args:
+        options: sizes, gate and backend.
+        pg_collection: process groups; None takes megatron-core's.
+        layer_number, name, cp_comm_type: given by megatron-core, not needed.
+
+    Raises:
+        ConfigError: heads do not divide over the ranks, value and key heads differ in width, or
+            context parallelism is on.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        options: KdaOptions,
+        layer_number: int = 1,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        tp_group = tensor_group(pg_collection)
+        super().__init__(config, tp_group=tp_group)
+        if options.value_dim != options.head_dim:
+            raise ConfigError(
+                f"model.kda.value_dim: {options.value_dim} given, queries, keys and values are "
+                f"projected together and share one width; use {options.head_dim}, "
+                "as model.kda.head_dim"
+            )
+        if config.context_parallel_size != 1:
+            raise ConfigError(
+                f"parallel.context: {config.context_parallel_size} given, linear attention does "
+                "not split a sequence over ranks; use 1"
+            )
+        self.options = options
+        heads = local_share(options.num_heads, tp_group, key="model.kda.num_heads")
+        self.local_heads = heads
+        width = options.num_heads * options.head_dim
+        hidden = config.hidden_size
+
+        def column(in_features: int, out_features: int, *, parts: int = 1) -> ColumnShard:
+            return ColumnShard(
+                config,
+                in_features=in_features,
+                out_features=out_features,
+                parts=parts,
+                tp_group=tp_group,
+                key="model.kda.num_heads",
+            )
+
+        def duplicated(out_features: int) -> DuplicatedLinear:
+            return DuplicatedLinear(
+                config, in_features=hidden, out_features=out_features, tp_group=tp_group
+            )
+
+        self.qkv = column(hidden, width, parts=3)
+        self.conv_weight = parameter(
+            3,
+            heads * options.head_dim,
+            options.conv_width,
+            dtype=float32,
+            initializer=Uniform(-(options.conv_width**-0.5), options.conv_width**-0.5),
+            weight_decay=False,
+            tensor_parallel_axis=1,
+        )
+        self.decay_down = duplicated(options.decay_rank)
+        self.decay_up = column(options.decay_rank, width)
+        self.beta = column(hidden, options.num_heads)
+        self.A_log, self.dt_bias = self._gate_parameters(options, heads)
+        self.gate_down: DuplicatedLinear | None = None
+        if options.output_gate is OutputGate.low_rank:
+            self.gate_down = duplicated(options.output_gate_rank)
+        self.gate_up = column(hidden if self.gate_down is None else options.output_gate_rank, width)
+        self.norm = GatedHeadNorm(
+            config, options.head_dim, eps=config.layernorm_epsilon, tp_group=tp_group
+        )
+        self.out = row_parallel(config, in_features=width, out_features=hidden, tp_group=tp_group)
+
+    @staticmethod
+    def _gate_parameters(
+        options: KdaOptions, heads: int
+    ) -> tuple[nn.Parameter | None, nn.Parameter]:
+        """A_log [H], absent in the plain bounded gate, and dt_bias [H*K]."""
+        slow = options.gate_init is GateInit.slow
+        log_rate = None
+        if options.gate is not Gate.bounded_plain:
+            log_rate = parameter(
+                heads,
+                dtype=float32,
+                initializer=Constant(0.0) if slow else LogOfUniform(1.0, 16.0),
+                weight_decay=False,
+                tensor_parallel_axis=0,
+            )
+        dt_bias = parameter(
+            heads * options.head_dim,
+            dtype=float32,
+            initializer=LogUniformSoftplusInverse(1e-3, 0.1) if slow else Constant(0.0),
+            weight_decay=False,
+            tensor_parallel_axis=0,
+        )
+        return log_rate, dt_bias
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: object,
+    ) -> tuple[Tensor, None]:
+        """[s/tp, b, h] to ([s/tp, b, h], None): megatron-core's (output, bias) pair.
+
+        Args:
+            attention_mask: ignored, the operator is causal by itself.
+            packed_seq_params: document bounds (`cu_seqlens_q`, with b = 1); the state and the
+                convolution start anew at each.
+            unused: megatron-core's keywords for rotary positions and inference.
+        """
+        x = enter_tensor_parallel(hidden_states, config=self.config, tp_group=self.tp_group)
+        decay = enter_tensor_parallel(
+            self.decay_down(hidden_states), config=self.config, tp_group=self.tp_group
+        )
+        gate_input = x
+        if self.gate_down is not None:
+            gate_input = enter_tensor_parallel(
+                self.gate_down(hidden_states), config=self.config, tp_group=self.tp_group
+            )
+        cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+        core_inputs = (self.qkv(x), self.decay_up(decay), self.beta(x), cu_seqlens)
+        if self.training and recompute_core(self.config):
+            # Nothing in the core is random, so no generator state has to be kept.
+            o = checkpoint(self._core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            o = self._core(*core_inputs)
+        gate = self.gate_up(gate_input).transpose(0, 1).unflatten(-1, (self.local_heads, -1))
+        return self.out(self.norm(o, gate).flatten(-2).transpose(0, 1).contiguous())
+
+    def _core(
+        self, qkv: Tensor, z: Tensor, beta_logits: Tensor, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """Convolution and delta rule: [s, b, 3*H*K], [s, b, H*K], [s, b, H] to [b, s, H, K]."""
+        options, heads = self.options, self.local_heads
+        mixed, _ = short_conv(
+            qkv.transpose(0, 1),
+            self.conv_weight.flatten(0, 1),
+            cu_seqlens=cu_seqlens,
+            backend=options.backend,
+        )
+        q, k, v = mixed.unflatten(-1, (3, heads, options.head_dim)).unbind(-3)
+        o, _ = kda(
+            q,
+            k,
+            v,
+            z.transpose(0, 1).unflatten(-1, (heads, options.head_dim)),
+            beta_logits.transpose(0, 1),
+            self.A_log,
+            self.dt_bias.view(heads, options.head_dim),
+            gate=options.gate,
+            lower_bound=options.lower_bound,
+            cu_seqlens=cu_seqlens,
+            backend=options.backend,
+            require=options.require,
+        )
+        return o

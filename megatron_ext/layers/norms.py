@@ -1,0 +1,65 @@
+"""RMS norms. The arithmetic is in float32, or in the input's type if that is wider."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_ext.layers.initializers import Constant, parameter
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight, over the last axis.
+
+    Fits every norm slot of megatron-core (`LayerNormBuilder`), which its own torch norm does not:
+    that one refuses sequence parallelism. The weight is replicated and used on the shard of the
+    sequence, hence `sequence_parallel`; it is not decayed.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = parameter(
+            hidden_size,
+            dtype=config.params_dtype,
+            initializer=Constant(1.0),
+            weight_decay=False,
+            sequence_parallel=config.sequence_parallel,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] to the same shape and dtype."""
+        # torch's rms_norm promotes 16-bit inputs to float32 inside, and is fused on CUDA.
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class GatedHeadNorm(nn.Module):
+    """y = RMSNorm_D(o) * sigmoid(gate), the norm per head, its weight [D] shared by all heads.
+
+    The output of linear attention in Kimi K3 (sigmoid, not SiLU). The weight is replicated but sees local heads only, so each rank has a
+    part of its gradient: passing it through the tensor-parallel region sums them (with and without
+    sequence parallelism, unlike the `sequence_parallel` mark).
+    """
+
+    def __init__(
+        self, config: TransformerConfig, head_dim: int, *, eps: float, tp_group: ProcessGroup
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.tp_group = tp_group
+        self.weight = parameter(
+            head_dim, dtype=config.params_dtype, initializer=Constant(1.0), weight_decay=False
+        )
+
+    def forward(self, o: Tensor, gate: Tensor) -> Tensor:
+        """o, gate [..., D] to [..., D] in o's dtype; both nonlinearities in float32 or wider."""
+        weight = tensor_parallel.copy_to_tensor_model_parallel_region(
+            self.weight, group=self.tp_group
+        )
+        wide = torch.promote_types(o.dtype, torch.float32)
+        normed = F.rms_norm(o.to(wide), weight.shape, weight.to(wide), self.eps)
+        return (normed * torch.sigmoid(gate.to(wide))).to(o.dtype)

@@ -1,0 +1,90 @@
+"""From the layer pattern of the configuration to megatron-core's layer specs, for one chunk."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_ext.config.layout import LayerKind, layer_kinds, stage_layers
+from megatron_ext.config.schema import ModelOptions, RunConfig
+from megatron_ext.layers.core_attention import attention_class
+from megatron_ext.layers.feed_forward import SituFeedForward
+from megatron_ext.layers.gated_mla import GatedMLA, GatedMlaSubmodules
+from megatron_ext.layers.hybrid import GatedHybrid, GatedHybridSubmodules
+from megatron_ext.layers.kda import KimiDeltaAttention
+from megatron_ext.layers.norms import RMSNorm
+
+
+def attention_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
+    """The self-attention of one layer: KDA, gated MLA, or both under a gate."""
+    if kind is LayerKind.kda:
+        return ModuleSpec(module=KimiDeltaAttention, params={"options": model.kda})
+    if kind is LayerKind.mla:
+        kernel = attention_class(model.mla.backend, require=model.mla.require)
+        return ModuleSpec(
+            module=GatedMLA,
+            params={"options": model.mla},
+            submodules=GatedMlaSubmodules(core_attention=kernel),
+        )
+    return ModuleSpec(
+        module=GatedHybrid,
+        submodules=GatedHybridSubmodules(
+            kda=attention_spec(model, kind=LayerKind.kda),
+            mla=attention_spec(model, kind=LayerKind.mla),
+        ),
+    )
+
+
+def layer_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
+    """One pre-norm layer: x + attention(norm(x)), then x + feed-forward(norm(x))."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention_spec(model, kind=kind),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=partial(
+                SituFeedForward,
+                feed_forward_size=model.feed_forward_size,
+                beta=model.situ_beta,
+                linear_beta=model.situ_linear_beta,
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_spec(
+    config: RunConfig,
+    tc: TransformerConfig,
+    *,
+    pipeline_rank: int,
+    virtual_stage: int,
+) -> TransformerBlockSubmodules:
+    """The layers of one chunk, with the final norm for the chunk that megatron-core gives it to.
+
+    Args:
+        config: the pattern and its layout over stages.
+        tc: megatron-core's form of the same; its number of layers must agree.
+        pipeline_rank: which pipeline stage, from 0.
+        virtual_stage: which of its chunks, from 0.
+    """
+    if tc.num_layers != config.model.num_layers:
+        raise ValueError(
+            f"the TransformerConfig has {tc.num_layers} layers, the model {config.model.num_layers}"
+        )
+    kinds = layer_kinds(config.model)
+    layers = stage_layers(config.parallel, config.model.num_layers)[pipeline_rank][virtual_stage]
+    return TransformerBlockSubmodules(
+        layer_specs=[layer_spec(config.model, kind=kinds[layer]) for layer in layers],
+        layer_norm=RMSNorm,
+    )
