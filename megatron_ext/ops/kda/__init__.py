@@ -1,0 +1,220 @@
+"""Kimi Delta Attention (KDA): linear attention with a decay for every channel and a delta rule.
+
+``kda`` takes raw projections; ``chunk_kda`` (``dense``) and ``recurrent_kda`` (``reference``) take a
+log-decay. The formula, shapes and range analysis stand in ``docs/kda.md``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config.schema import Gate, KdaBackend
+from megatron_ext.errors import ConfigError
+from megatron_ext.ops.kda import fla
+from megatron_ext.ops.kda.conv import short_conv_dense, short_conv_reference
+from megatron_ext.ops.kda.dense import chunk_kda
+from megatron_ext.ops.kda.gate import log_decay, normalise
+from megatron_ext.ops.kda.reference import recurrent_kda
+from megatron_ext.ops.kda.tiles import max_inverse_decay
+
+__all__ = [
+    "chunk_kda",
+    "kda",
+    "log_decay",
+    "max_inverse_decay",
+    "normalise",
+    "recurrent_kda",
+    "resolve_backend",
+    "short_conv",
+]
+
+
+def resolve_backend(
+    backend: KdaBackend, device: torch.device, *, head_dim: int, gate: Gate
+) -> KdaBackend:
+    """The backend that will run: what is asked for where it can, else ``dense``.
+
+    Args:
+        backend: what the configuration asks for; ``auto`` is fla where it can run, else dense.
+        device: of the tensors.
+        head_dim: width K of a key head.
+        gate: form of the decay gate. Every backend takes every form today.
+
+    Returns:
+        ``reference``, ``dense`` or ``fla``; never ``auto``.
+    """
+    if backend in (KdaBackend.reference, KdaBackend.dense):
+        return backend
+    usable = fla.available(device) and head_dim <= fla.MAX_HEAD_DIM
+    return KdaBackend.fla if usable else KdaBackend.dense
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor,
+    *,
+    gate: Gate,
+    lower_bound: float,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    backend: KdaBackend = KdaBackend.auto,
+    require: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """KDA of raw projections: norm of q and k, scale, gate and write strength are inside.
+
+    Args:
+        q: queries [B, T, H, K], after the convolution.
+        k: keys [B, T, H, K], after the convolution.
+        v: values [B, T, H, V], after the convolution.
+        z: gate input [B, T, H, K].
+        beta_logits: write strength before its sigmoid [B, T, H].
+        A_log: logarithm of the gate's slope [H]; None for ``bounded_plain``.
+        dt_bias: gate offset [H, K].
+        gate: form of the gate.
+        lower_bound: smallest log-decay a token, in nats; K3 uses -5. Not used by ``softplus``.
+        cu_seqlens: document offsets [N + 1], int32 or int64; then B must be 1.
+        initial_state: [N or B, H, K, V] float32; zero when None.
+        output_final_state: also return the state after each document.
+        backend: which implementation.
+        require: make a fallback of the backend an error.
+
+    Returns:
+        Output [B, T, H, V] in the dtype of ``v``; final state [N or B, H, K, V] in float32 (float64
+        for float64 input), or None.
+
+    Raises:
+        ConfigError: ``require``, and the backend asked for cannot run here.
+        ValueError: shapes, offsets, dtype or bound do not fit.
+    """
+    _check_shapes(q, k, v, z, beta_logits, A_log, dt_bias)
+    chosen = _choose(backend, q.device, head_dim=q.shape[-1], gate=gate, require=require)
+    if chosen is KdaBackend.fla:
+        return fla.fla_kda(
+            q,
+            k,
+            v,
+            z,
+            beta_logits,
+            A_log,
+            dt_bias,
+            gate=gate,
+            lower_bound=lower_bound,
+            cu_seqlens=cu_seqlens,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+        )
+    g = log_decay(z, A_log, dt_bias, gate=gate, lower_bound=lower_bound)
+    query = normalise(q, scale=q.shape[-1] ** -0.5)
+    key = normalise(k)
+    beta = torch.sigmoid(beta_logits.to(g.dtype))
+    if chosen is KdaBackend.reference:
+        return recurrent_kda(
+            query,
+            key,
+            v,
+            g,
+            beta,
+            cu_seqlens=cu_seqlens,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+        )
+    return chunk_kda(
+        query,
+        key,
+        v,
+        g,
+        beta,
+        lower_bound=None if gate is Gate.softplus else lower_bound,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        check=False,  # bounded by construction
+    )
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    backend: KdaBackend = KdaBackend.auto,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal convolution with one filter a channel, then SiLU; restarts at every document.
+
+    Args:
+        x: inputs [B, T, C].
+        weight: filters [C, W]; the last tap meets the token itself.
+        cu_seqlens: document offsets [N + 1], int32 or int64; then B must be 1.
+        backend: which implementation; ``auto`` as for ``kda``.
+        initial_state: the W - 1 inputs before each document [N or B, C, W - 1], oldest first.
+        output_final_state: also return the last W - 1 inputs of each document.
+
+    Returns:
+        y [B, T, C] in the dtype of ``x``; final state [N or B, C, W - 1], or None.
+
+    Raises:
+        ValueError: ``cu_seqlens`` or the dtype does not fit.
+    """
+    chosen = resolve_backend(backend, x.device, head_dim=1, gate=Gate.bounded)
+    run = {
+        KdaBackend.reference: short_conv_reference,
+        KdaBackend.dense: short_conv_dense,
+        KdaBackend.fla: fla.fla_short_conv,
+    }[chosen]
+    return run(
+        x,
+        weight,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+    )
+
+
+def _choose(
+    backend: KdaBackend, device: torch.device, *, head_dim: int, gate: Gate, require: bool
+) -> KdaBackend:
+    chosen = resolve_backend(backend, device, head_dim=head_dim, gate=gate)
+    wanted = device.type == "cuda" if backend is KdaBackend.auto else backend is KdaBackend.fla
+    if require and wanted and chosen is not KdaBackend.fla:
+        raise ConfigError(
+            f"model.kda.backend: given {backend.value} with require on {device}, head_dim "
+            f"{head_dim}; fla cannot run there (it needs a CUDA device, the package fla-core and "
+            f"head_dim <= {fla.MAX_HEAD_DIM}); use dense, or model.kda.require=false"
+        )
+    return chosen
+
+
+def _check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor,
+) -> None:
+    wanted = {
+        "k": (k, tuple(q.shape)),
+        "z": (z, tuple(q.shape)),
+        "v": (v, (*q.shape[:3], v.shape[-1])),
+        "beta_logits": (beta_logits, tuple(q.shape[:3])),
+        "dt_bias": (dt_bias, tuple(q.shape[2:])),
+    }
+    if A_log is not None:
+        wanted["A_log"] = (A_log, (q.shape[2],))
+    wrong = [
+        f"{name}: given {tuple(x.shape)}, allowed {shape}"
+        for name, (x, shape) in wanted.items()
+        if tuple(x.shape) != shape
+    ]
+    if wrong:
+        raise ValueError(f"with q {tuple(q.shape)}: " + "; ".join(wrong))
