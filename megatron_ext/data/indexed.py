@@ -5,7 +5,7 @@ Written from the format, so that data workers and login nodes import neither tor
 
 ``NAME.bin``: the tokens of all documents, one after the other, little endian, no header.
 ``NAME.idx``: ``MMIDIDX\\0\\0``, version (uint64, 1), token type (uint8), sequences n (uint64),
-entries d = documents + 1 (uint64), then lengths (int32 [n]), byte offsets (int64 [n]), document bounds
+entries d = documents + 1 (uint64), lengths (int32 [n]), byte offsets (int64 [n]), document bounds
 in sequences (int64 [d]). Here one document is one sequence, so the bounds are 0, 1, ..., n.
 """
 
