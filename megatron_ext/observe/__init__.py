@@ -1,0 +1,1 @@
+"""Where numbers go: the registry of metrics, the console, metrics.jsonl, wandb, TensorBoard."""

@@ -1,0 +1,106 @@
+"""`metrics.jsonl`: one JSON object a step, each step once, on disk as soon as the step is done."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from megatron_ext.observe import registry
+from megatron_ext.observe.run_files import replace_file
+
+
+def encode(row: Mapping[str, float]) -> str:
+    """One row as JSON, keys in the order of the registry, without the newline.
+
+    Floats are written by `repr`, the shortest text that reads back as the same float64: equal
+    numbers give equal bytes. A value that is not finite becomes `null`, since NaN is not JSON.
+    """
+    plain: dict[str, float | int | None] = {}
+    for name in registry.ordered(row):
+        value = float(row[name])
+        if not math.isfinite(value):
+            plain[name] = None
+        else:
+            plain[name] = int(row[name]) if registry.find(name).integer else value
+    return json.dumps(plain, allow_nan=False)
+
+
+def read_rows(path: Path) -> list[dict[str, float | None]]:
+    """The rows of a file, without a last line that a kill tore."""
+    return [row for _, row in _read_lines(path)]
+
+
+def _read_lines(path: Path) -> list[tuple[bytes, dict[str, float | None]]]:
+    """Whole lines with what they say; a line that is no JSON object with a step is left out."""
+    lines = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        # A line without its newline may be a number cut short (`12` of `123`): not to be trusted.
+        if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
+            lines.append((line, row))
+    return lines
+
+
+def cut_back(path: Path, *, resume_step: int) -> int:
+    """Keep the rows up to a step, as they are; drop later ones, torn ones and doubles.
+
+    Done by replacing the file, so that a kill in the middle leaves the old one whole.
+
+    Args:
+        path: the file; it need not exist.
+        resume_step: last step to keep; 0 keeps none.
+
+    Returns:
+        The last step in the file now, 0 when it has no rows.
+    """
+    if not path.exists():
+        return 0
+    kept: list[bytes] = []
+    last = 0
+    for line, row in _read_lines(path):
+        step = row["step"]
+        if step is not None and last < step <= resume_step:
+            kept.append(line)
+            last = int(step)
+    data = b"".join(kept)
+    if data != path.read_bytes():
+        replace_file(path, data)
+    return last
+
+
+class JsonlSink:
+    """Appends rows to `metrics.jsonl`. Each row is flushed to the operating system.
+
+    Args:
+        path: the file; made if missing, cut back to `resume_step` otherwise.
+        resume_step: the step of the checkpoint that training goes on from, 0 for a new run.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        self.last_step = cut_back(path, resume_step=resume_step)
+        self._file: TextIO = path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, row: Mapping[str, float]) -> None:
+        """Append one row.
+
+        Raises:
+            ValueError: the step is not after the last one, or a name is not registered.
+        """
+        step = int(row["step"])
+        if step <= self.last_step:
+            raise ValueError(
+                f"metrics.jsonl: step {step} was given after step {self.last_step}; "
+                "each step is written once, in order"
+            )
+        self._file.write(encode(row) + "\n")
+        self._file.flush()
+        self.last_step = step
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,191 @@
+"""The one place that numbers go through: to the console, metrics.jsonl, wandb and TensorBoard.
+
+One rank is the writer. The others hold the same object, whose methods then do nothing, so that the
+training loop needs no `if` for it; numbers of other ranks are reduced before they come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from megatron_ext.config.schema import LoggingOptions
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.observe import registry, run_files
+from megatron_ext.observe.console import Console
+from megatron_ext.observe.jsonl import JsonlSink
+from megatron_ext.observe.tensorboard_sink import TensorboardSink
+from megatron_ext.observe.wandb_sink import WandbSink
+
+
+class Metrics:
+    """Takes one row of numbers a step.
+
+    As a context manager it flushes and closes however the block is left. An error of ours writes
+    `exit.json` with its code; any other one leaves none, which launchers read as a crash.
+
+    Args:
+        folder: the run folder; made if missing.
+        logging: where numbers go.
+        run_id: fixed id of the run, kept in the checkpoint by the caller.
+        config: the resolved configuration: becomes `config.yaml`, and goes to wandb redacted.
+        resume_step: the step of the checkpoint that training goes on from, 0 for a new run.
+            Later rows of an earlier launch are dropped.
+        writer: True on exactly one rank.
+        total_steps: steps of the whole run.
+        stream: where the console prints; default: standard output.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        logging: LoggingOptions,
+        run_id: str,
+        config: dict[str, Any],
+        resume_step: int,
+        writer: bool,
+        total_steps: int,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._folder = folder
+        self._writer = writer
+        self._step = resume_step
+        self._finished = False
+        if not writer:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        run_files.remove_exit(folder)
+        run_files.write_config(folder, config)
+        self._console = Console(
+            total_steps=total_steps,
+            interval=logging.interval,
+            start_step=resume_step,
+            stream=stream,
+        )
+        self._jsonl = JsonlSink(folder / "metrics.jsonl", resume_step=resume_step)
+        if self._jsonl.last_step < resume_step:
+            self._console.warn(
+                f"metrics.jsonl: ends at step {self._jsonl.last_step}, training goes on after step "
+                f"{resume_step}; the rows between are missing"
+            )
+        warn = self._console.warn
+        self._wandb = WandbSink(
+            folder,
+            logging=logging,
+            run_id=run_id,
+            name=str(config.get("run", {}).get("name") or run_id),
+            config=config,
+            resume_step=resume_step,
+            warn=warn,
+        )
+        self._tensorboard = (
+            TensorboardSink(folder, resume_step=resume_step, warn=warn)
+            if logging.tensorboard
+            else None
+        )
+
+    @property
+    def wandb_url(self) -> str | None:
+        """Page of the run; None when there is none."""
+        return self._wandb.url if self._writer else None
+
+    def header(self, lines: Iterable[str]) -> None:
+        """Lines for a person, before the first row or after the last."""
+        if self._writer:
+            self._console.header(lines)
+
+    def warn(self, text: str) -> None:
+        """One line for a person that should not be overlooked."""
+        if self._writer:
+            self._console.warn(text)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """The row of a step, with what an evaluation after it found.
+
+        Write it before the step's checkpoint becomes the latest one: a kill between the two would
+        otherwise lose the row.
+
+        Args:
+            step: optimizer step, from 1; each step once, in order.
+            values: metrics by registered name; what every row holds must be there (NaN becomes
+                null).
+
+        Raises:
+            ValueError: a name is not registered or missing, or the step is out of order.
+        """
+        if not self._writer:
+            return
+        row = {"step": float(step), **{name: float(value) for name, value in values.items()}}
+        row = {name: row[name] for name in registry.ordered(row)}
+        missing = [name for name in registry.required_names() if name not in row]
+        if missing:
+            raise ValueError(
+                f"step {step}: {', '.join(missing)} missing; every row has "
+                f"{', '.join(registry.required_names())} (NaN where there is no value)"
+            )
+        self._jsonl.write(row)
+        self._step = step
+        self._console.step(step, row)
+        self._wandb.write(step, row)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, row)
+
+    def evaluation(self, step: int, tokens: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Show an evaluation, and hand its values back to be merged into the row of its step.
+
+        Args:
+            step: the step after which was evaluated; 0: before training.
+            tokens: tokens consumed so far.
+            values: `eval/...` metrics by registered name.
+
+        Raises:
+            ValueError: a name is not registered, or is none of an evaluation.
+        """
+        checked = {name: float(values[name]) for name in registry.ordered(values)}
+        for name in checked:
+            if not name.startswith("eval/"):
+                raise ValueError(f"evaluation: {name} given, only eval/... is allowed")
+        if self._writer:
+            self._console.evaluation(step, tokens, checked)
+        return checked
+
+    def finish(self, code: int, reason: str) -> None:
+        """Flush, close, and write `exit.json`. Only the first call counts.
+
+        Args:
+            code: exit code of the run, see `megatron_ext.errors`.
+            reason: one line for a person.
+        """
+        self._close(code, reason=reason)
+
+    def _close(self, code: int, *, reason: str | None) -> None:
+        if not self._writer or self._finished:
+            return
+        self._finished = True
+        self._console.close()
+        self._jsonl.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        # exit.json before wandb: an upload over a slow network must not hide how the run ended.
+        if reason is not None:
+            run_files.write_exit(self._folder, code=code, reason=reason, step=self._step)
+        self._wandb.close(code)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._close(0, reason="done")
+        elif isinstance(error, MegatronExtError):
+            self._close(error.exit_code, reason=str(error))
+        else:
+            self._close(1, reason=None)

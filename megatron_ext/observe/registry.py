@@ -1,0 +1,184 @@
+"""Every number that a run may log: its name, its unit and what it means, in one table.
+
+A name that is not here is refused, so that two parts of the code never log one thing under two
+names or two things under one. `docs/metrics.md` is this table, printed by
+
+    python -m megatron_ext.observe.registry > docs/metrics.md
+
+and a test fails when the page is older than the table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One name, or with `<...>` in it one family of names.
+
+    Attributes:
+        name: key in `metrics.jsonl`, on wandb and in TensorBoard. `<source>` stands for any text of
+            letters, digits, `_`, `-` and `.`.
+        unit: unit of the value, `1` for a pure number.
+        meaning: one line.
+        required: stands in every row of `metrics.jsonl`.
+        reproducible: the same, byte for byte, in a run that was killed and relaunched. Times, what
+            is derived from them, and memory are not.
+        integer: written without a decimal point.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    required: bool = False
+    reproducible: bool = True
+    integer: bool = False
+
+    @property
+    def is_family(self) -> bool:
+        return "<" in self.name
+
+    def matches(self, name: str) -> bool:
+        if not self.is_family:
+            return name == self.name
+        parts = re.split(r"<\w+>", self.name)
+        pattern = r"[A-Za-z0-9_.-]+".join(re.escape(part) for part in parts)
+        return re.fullmatch(pattern, name) is not None
+
+
+# The order of this table is the order of the keys in a row of metrics.jsonl.
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "steps", "Optimizer step, from 1", required=True, integer=True),
+    Metric(
+        "tokens",
+        "tokens",
+        "Tokens consumed since the start of the run, this step included",
+        required=True,
+        integer=True,
+    ),
+    Metric(
+        "loss",
+        "nats",
+        "Mean cross-entropy of the valid tokens of the global batch, before the update",
+        required=True,
+    ),
+    Metric("grad_norm", "1", "L2 norm of the whole gradient, before clipping", required=True),
+    Metric("lr", "1", "Learning rate of this step's update", required=True),
+    Metric(
+        "step_seconds",
+        "s",
+        "Wall-clock time of the step, without evaluation and saving",
+        required=True,
+        reproducible=False,
+    ),
+    Metric(
+        "tokens_per_second",
+        "tokens/s",
+        "Tokens of the global batch over step_seconds, all ranks together",
+        required=True,
+        reproducible=False,
+    ),
+    Metric(
+        "mfu",
+        "fraction",
+        "Model FLOPs (forward and backward, no recomputation) over the peak of the ranks' GPUs; "
+        "null where the peak is not known, as on a CPU",
+        required=True,
+        reproducible=False,
+    ),
+    Metric(
+        "memory_gib",
+        "GiB",
+        "Peak memory of the fullest rank: allocated on its GPU, or resident on a CPU",
+        required=True,
+        reproducible=False,
+    ),
+    Metric("loss/<source>", "nats", "As loss, over the tokens of one data source"),
+    Metric(
+        "tokens/<source>", "tokens", "Valid tokens of one data source in this step", integer=True
+    ),
+    Metric(
+        "data/epoch/<source>", "epochs", "Times that a data source was read, fractions included"
+    ),
+    Metric(
+        "data/wait_seconds", "s", "Time in which the step waited for its data", reproducible=False
+    ),
+    Metric("eval/loss", "nats", "Mean cross-entropy of the held-out tokens, after the update"),
+    Metric("eval/loss/<source>", "nats", "As eval/loss, over one data source"),
+    Metric("eval/tokens", "tokens", "Held-out tokens that eval/loss is the mean of", integer=True),
+    Metric("eval/seconds", "s", "Wall-clock time of the evaluation", reproducible=False),
+    Metric(
+        "checkpoint/stall_seconds",
+        "s",
+        "Time in which training stood still for a checkpoint",
+        reproducible=False,
+    ),
+)
+
+
+def find(name: str) -> Metric:
+    """The entry that a name belongs to.
+
+    Raises:
+        ValueError: the name is not registered; says the nearest one that is.
+    """
+    for metric in METRICS:
+        if metric.matches(name):
+            return metric
+    near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(
+        f"metric {name}: not registered; {hint}"
+        "docs/metrics.md lists what is, and megatron_ext/observe/registry.py takes new ones"
+    )
+
+
+def is_reproducible(name: str) -> bool:
+    """Whether a killed and relaunched run writes the same bytes for this name."""
+    return find(name).reproducible
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Names in the order of the table, those of one family by alphabet. Refuses unknown names."""
+    return sorted(names, key=lambda name: (METRICS.index(find(name)), name))
+
+
+def required_names() -> tuple[str, ...]:
+    """What every row of `metrics.jsonl` holds."""
+    return tuple(metric.name for metric in METRICS if metric.required)
+
+
+def markdown() -> str:
+    """The table as the page `docs/metrics.md`."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every number that a run logs. The names are the same in `metrics.jsonl`, on wandb and in",
+        "TensorBoard; a name that is not in this table is refused. This page is generated:",
+        "",
+        "```sh",
+        "python -m megatron_ext.observe.registry > docs/metrics.md",
+        "```",
+        "",
+        "`metrics.jsonl` holds one JSON object a line and a step, keys in the order of this table.",
+        "A value that is not finite is `null`. *Every row*: never missing. *Reproducible*: a run",
+        "that was killed and relaunched writes the same bytes as one that was not.",
+        "",
+        "| name | unit | meaning | every row | reproducible |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for metric in METRICS:
+        required = "yes" if metric.required else ""
+        reproducible = "yes" if metric.reproducible else ""
+        lines.append(
+            f"| `{metric.name}` | {metric.unit} | {metric.meaning} | {required} | {reproducible} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,166 @@
+"""Weights & Biases, as a guest: it gets the numbers, and no failure of it reaches training.
+
+The run id comes from the caller, who keeps it in the checkpoint: a relaunch goes on in that run.
+Our own step goes with every row. Without a key, a network or a working installation the run is
+recorded offline below the run folder, with one warning that says how to upload it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.schema import LoggingOptions, Wandb
+from megatron_ext.observe.redact import redact
+from megatron_ext.observe.run_files import plain
+
+if TYPE_CHECKING:
+    import wandb
+
+_INIT_SECONDS = 45.0
+_FINISH_SECONDS = 120.0
+
+
+class WandbSink:
+    """One wandb run.
+
+    Args:
+        folder: the run folder; wandb writes to `folder/wandb`.
+        logging: mode, project, entity and group.
+        run_id: fixed id of the run.
+        name: what the run is called on the page.
+        config: the configuration; secrets are redacted before they leave.
+        resume_step: the step that training goes on from.
+        warn: called with one line when something does not work. Nothing is ever raised.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        logging: LoggingOptions,
+        run_id: str,
+        name: str,
+        config: Mapping[str, Any],
+        resume_step: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._folder = folder
+        self._warn = warn
+        self._run: wandb.Run | None = None
+        mode = logging.wandb
+        if mode is Wandb.disabled:
+            return
+        online = mode in (Wandb.auto, Wandb.online)
+        if online and not self._has_key():
+            online = False
+            warn(
+                "wandb: no API key, so the run is recorded offline; "
+                f"`wandb login`, then `wandb sync {folder / 'wandb'}/offline-run-*` uploads it"
+            )
+
+        def start(mode_name: str) -> None:
+            self._run = _start(
+                folder,
+                mode=mode_name,
+                logging=logging,
+                run_id=run_id,
+                name=name,
+                config=config,
+            )
+
+        if online:
+            try:
+                start("online")
+            except Exception as error:
+                online = False
+                warn(f"wandb: cannot go online ({_short(error)}); the run is recorded offline")
+        if not online:
+            try:
+                start("offline")
+            except Exception as error:
+                warn(f"wandb: {_short(error)}; this run is not on wandb, metrics.jsonl has it all")
+        if self._run is not None and self._run.step > resume_step + 1:
+            warn(
+                f"wandb: the run there is at step {self._run.step}; it takes new rows from there, "
+                "the steps before it are in metrics.jsonl"
+            )
+
+    @property
+    def url(self) -> str | None:
+        """Page of the run; None offline."""
+        return None if self._run is None else self._run.url
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """One row under our own step. After a failure: one warning, then silence."""
+        if self._run is None:
+            return
+        try:
+            self._run.log(dict(row), step=step)
+        except Exception as error:
+            self._run = None
+            self._warn(f"wandb: {_short(error)}; no more rows go there, metrics.jsonl goes on")
+
+    def close(self, code: int) -> None:
+        """Flush and end. 0 and 10 (stopped on request) count as success, everything else not."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        try:
+            run.finish(exit_code=0 if code in (0, 10) else code)
+        except Exception as error:
+            self._warn(
+                f"wandb: {_short(error)} at the end; `wandb sync` on {self._folder / 'wandb'} "
+                "uploads what is missing"
+            )
+
+    def _has_key(self) -> bool:
+        """Whether wandb knows a key, by its own rules. Asks neither the user nor the network."""
+        try:
+            import wandb
+
+            return bool(wandb.login(prompt=False, verify=False))
+        except Exception:
+            return False
+
+
+def _start(
+    folder: Path,
+    *,
+    mode: str,
+    logging: LoggingOptions,
+    run_id: str,
+    name: str,
+    config: Mapping[str, Any],
+) -> wandb.Run:
+    import wandb  # 0.6 s, and only runs that use it pay
+
+    settings = wandb.Settings(
+        init_timeout=_INIT_SECONDS,
+        finish_timeout=_FINISH_SECONDS,  # a dead network must not keep a finished job allocated
+        console="off",  # standard output is ours; wrapping it breaks the progress bar
+        save_code=False,
+        silent=True,
+    )
+    run = wandb.init(
+        dir=folder,
+        mode="online" if mode == "online" else "offline",
+        project=logging.wandb_project,
+        entity=logging.wandb_entity,
+        group=logging.wandb_group,
+        id=run_id,
+        name=name,
+        resume="allow",
+        config=redact(plain(config)),
+        settings=settings,
+    )
+    # Steps mean nothing across batch sizes: charts go by tokens.
+    run.define_metric("tokens")
+    run.define_metric("*", step_metric="tokens")
+    return run
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
