@@ -1,0 +1,38 @@
+# Every target first builds the virtual environment if it is missing or the lock has changed.
+VENV ?= .venv
+PYTHON ?=
+ARGS ?=
+BIN = $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help environment train test check bench clean
+
+help:
+	@echo "make train   train a small model on this machine   (ARGS='train.steps=20 run.fresh=true')"
+	@echo "make test    run all tests                         (ARGS='tests/unit -k gate')"
+	@echo "make check   lint, formatting, types, import rules"
+	@echo "make bench   run the benchmarks of bench/"
+	@echo "make clean   remove caches and build products; keeps $(VENV) and runs/"
+	@echo "PYTHON=/path/to/python3.12 chooses the Python that $(VENV) is built with."
+
+environment:
+	@.ci/environment "$(VENV)" "$(PYTHON)"
+
+train: environment
+	@$(BIN)/python pretrain.py $(ARGS)
+
+test: environment
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: environment
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: environment
+	@set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+clean:
+	@rm -rf build dist .ruff_cache .mypy_cache .pytest_cache .hypothesis .import_linter_cache .venv-ci
+	@find . -name __pycache__ -not -path "./.venv*" -prune -exec rm -rf {} +
