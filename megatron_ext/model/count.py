@@ -23,6 +23,7 @@ from megatron_ext.config.schema import (
 from megatron_ext.model.build import build_chunks
 from megatron_ext.parallel.fake import fake_world, on_meta, one_rank_mesh
 from megatron_ext.parallel.mcore_config import transformer_config
+from megatron_ext.parallel.mesh import fewest_ranks
 
 PARTS = {
     "embedding": "input embedding",
@@ -80,24 +81,26 @@ def count_parameters(config: RunConfig, vocab_size: int) -> Counts:
     return _count(chunks, config.model, every_layer)
 
 
-def count_stages(config: RunConfig, vocab_size: int, *, world_size: int) -> list[Counts]:
+def count_stages(config: RunConfig, vocab_size: int) -> list[Counts]:
     """Count what one rank of each pipeline stage holds, from the layout's own modules.
+
+    Data parallel ranks hold the same modules, so the fewest ranks of the layout stand for a job
+    of any size (groups of 4096 fake ranks take a second and a half to make).
 
     Args:
         config: with the layout.
         vocab_size: padded size.
-        world_size: ranks of the job; nothing is started for them.
 
     Raises:
         RuntimeError: a process group is running in this process.
     """
-    stages = stage_layers(config.parallel, config.model.num_layers)
-    ranks_a_stage = world_size // config.parallel.pipeline
+    parallel = config.parallel
+    world_size = fewest_ranks(parallel)
     counts = []
-    for stage, layers in enumerate(stages):
+    for stage, layers in enumerate(stage_layers(parallel, config.model.num_layers)):
         # Pipeline is the slowest axis, so this is the first rank of the stage.
-        rank = stage * ranks_a_stage
-        with fake_world(config.parallel, rank=rank, world_size=world_size) as groups, on_meta():
+        rank = stage * (world_size // parallel.pipeline)
+        with fake_world(parallel, rank=rank, world_size=world_size) as groups, on_meta():
             chunks = build_chunks(config, transformer_config(config), groups, vocab_size=vocab_size)
         counts.append(_count(chunks, config.model, layers))
     return counts

@@ -63,9 +63,7 @@ def one_rank_mesh() -> ProcessGroupCollection:
     No process group is started or needed, so it can be used inside a running job of any layout.
     """
     group = cast("dist.ProcessGroup", OneRank())
-    return ProcessGroupCollection(
-        **{field.name: group for field in fields(ProcessGroupCollection) if field.init}
-    )
+    return ProcessGroupCollection(**{field.name: group for field in fields(ProcessGroupCollection)})
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -77,6 +79,12 @@ def misfits(parallel: ParallelOptions, world_size: int) -> list[str]:
 
 def _nearest(world_size: int, factor: int) -> int:
     return max(1, round(world_size / factor)) * factor
+
+
+def fewest_ranks(parallel: ParallelOptions) -> int:
+    """The smallest number of ranks that the sizes fit; every other one is a multiple of it."""
+    dense, expert = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
+    return math.lcm(dense, expert) * parallel.pipeline
 
 
 def describe(parallel: ParallelOptions, world_size: int) -> str:

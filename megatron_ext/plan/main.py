@@ -1,0 +1,121 @@
+"""`run.mode=plan`: what a configuration would be on any number of ranks, worked out on this CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.config.layout import draw, padded_vocab_size
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.tokenizers import load_tokenizer
+from megatron_ext.errors import ConfigError
+from megatron_ext.parallel.runtime import quiet
+
+if TYPE_CHECKING:
+    from megatron_ext.model.count import Counts
+
+UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
+def plan(config: RunConfig) -> int:
+    """Print the layout, the parameters and the work a token of a composed configuration.
+
+    No process group is joined, no data read and no GPU touched. Modules are built without memory,
+    so the largest model takes a few seconds.
+
+    Returns:
+        0: a plan that can be drawn is not an error, whether or not there are machines for it.
+
+    Raises:
+        ConfigError: the layout does not fit `plan.world_size`, or its sizes the model's.
+        DataError: the tokenizer cannot be read.
+    """
+    quiet()
+    # megatron-core comes after `quiet`, which hides what it says on import.
+    from megatron_ext.model.count import count_parameters, count_stages, flops_per_token
+    from megatron_ext.parallel.mesh import describe, fewest_ranks, misfits
+
+    parallel = config.parallel
+    world_size = config.plan.world_size or fewest_ranks(parallel)
+    problems = misfits(parallel, world_size)
+    if problems:
+        raise ConfigError(problems)
+    vocab_size = config.model.vocab_size or padded_vocab_size(
+        load_tokenizer(config.data.tokenizer).vocab_size
+    )
+    flops = flops_per_token(
+        config.model, vocab_size=vocab_size, sequence_length=config.data.sequence_length
+    )
+    counts = count_parameters(config, vocab_size)
+    sections = [
+        f"Plan of {config.model.name} on {world_size:,} ranks",
+        draw(config, world_size),
+        describe(parallel, world_size),
+        parameters_table(counts, first_dense_layers=config.model.first_dense_layers),
+        stages_table(count_stages(config, vocab_size), tensor=parallel.tensor),
+        work_table(config, world_size=world_size, flops=flops),
+    ]
+    print("\n\n".join(sections), flush=True)
+    return 0
+
+
+def parameters_table(counts: Counts, *, first_dense_layers: int | None) -> str:
+    """One row a part of the model, the sums below, and what is missing from them."""
+    from megatron_ext.model.count import PARTS
+
+    lines = ["parameters of one copy of the model"]
+    for part, number in counts.by_part.items():
+        layers = counts.layers.get(part)
+        each = f"  {layers} x {human(number / layers)}" if layers else ""
+        lines.append(f"  {PARTS[part]:<32}{number:>20,}{each}")
+    lines.append(f"  {'total':<32}{counts.total:>20,}  {human(counts.total)}")
+    lines.append(
+        f"  {'active, without input embedding':<32}{counts.active:>20,}  {human(counts.active)}"
+    )
+    if counts.missing_layers:
+        lines += [
+            f"  NOT COUNTED: the experts' part. The feed-forward of {counts.missing_layers} layers "
+            f"(model.first_dense_layers={first_dense_layers})",
+            "  is a mixture of experts, which this version does not build. Total, active and FLOPs "
+            "are without it.",
+        ]
+    return "\n".join(lines)
+
+
+def stages_table(stages: list[Counts], *, tensor: int) -> str:
+    """What one rank of each pipeline stage holds: its share of split matrices, all of the rest."""
+    largest = max(counts.total for counts in stages)
+    lines = [f"parameters a rank, by pipeline stage (tensor parallel {tensor})"]
+    for stage, counts in enumerate(stages):
+        share = f"{counts.total / largest:>6.0%} of the largest"
+        lines.append(f"  stage {stage:<4}{counts.total:>20,}  {human(counts.total):>9}{share}")
+    return "\n".join(lines)
+
+
+def work_table(config: RunConfig, *, world_size: int, flops: float) -> str:
+    """FLOPs and tokens of a step, and how the step divides into micro-batches."""
+    parallel, train, data = config.parallel, config.train, config.data
+    data_parallel = world_size // (parallel.tensor * parallel.context * parallel.pipeline)
+    sequences = train.batch_tokens // data.sequence_length
+    micro_batches = sequences // (train.micro_batch_size * data_parallel)
+    rows = [
+        ("FLOPs a token", f"{human(flops, unit='FLOP')}  forward and backward, no recomputation"),
+        ("tokens a step", f"{train.batch_tokens:,}  {sequences:,} sequences of "
+                          f"{data.sequence_length:,}"),
+        ("FLOPs a step", human(flops * train.batch_tokens, unit="FLOP")),
+        ("micro-batches a rank", f"{micro_batches:,}  of {train.micro_batch_size} x "
+                                 f"{data.sequence_length:,} tokens"),
+    ]  # fmt: skip
+    if parallel.pipeline > 1 and micro_batches:
+        idle = parallel.pipeline - 1
+        share = idle / (micro_batches * parallel.virtual_pipeline + idle)
+        rows.append(("idle in the pipeline", f"{share:.1%}  of a step, if all chunks were equal"))
+    return "\n".join(["work", *(f"  {name:<24}{text}" for name, text in rows)])
+
+
+def human(value: float, *, unit: str = "") -> str:
+    """Four digits and a unit of a thousand: 443.7 M, 2.78 T. FLOPs take G for a billion."""
+    for size, letter in UNITS:
+        if value >= size:
+            letter = "G" if unit and letter == "B" else letter
+            return f"{value / size:.4g} {letter}{unit}"
+    return f"{value:.4g} {unit}".rstrip()
