@@ -26,7 +26,7 @@ BYTES_A_SOURCE = 110_000
 
 
 class Dice:
-    """Choices from ``random.random``, whose stream Python guarantees (unlike that of ``choice``)."""
+    """Choices from ``random.random``, a stream that Python guarantees (unlike ``choice``)."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(int.from_bytes(hashlib.blake2b(seed.encode()).digest()[:8]))

@@ -77,15 +77,18 @@ def evaluation_batches(
     micro_batch_size: int,
     data_rank: int,
     data_size: int,
+    rounds: int | None = None,
 ) -> Iterator[MicroBatch]:
     """The first ``tokens // sequence_length`` sequences (at least one) of a held-out stream.
 
     Always from position 0, so every evaluation of every layout reads the same tokens. Sequences
-    that only fill up the last round of micro-batches have a loss mask of 0.
+    that only fill up the last rounds of micro-batches have a loss mask of 0; ``rounds`` asks for
+    more of them than the tokens need (a schedule may take whole multiples only). ``rounds`` asks for more
+    rounds than the tokens need (a schedule may take whole multiples only).
     """
     wanted = max(1, tokens // sequence_length)
-    rounds = -(-wanted // (micro_batch_size * data_size))
-    for number in range(rounds):
+    needed = -(-wanted // (micro_batch_size * data_size))
+    for number in range(needed if rounds is None else max(needed, rounds)):
         first = (number * data_size + data_rank) * micro_batch_size
         batch = _cut(
             stream,
