@@ -1,0 +1,212 @@
+"""Reading a checkpoint at any layout: everything asked for, exactly that, or an error naming it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron_ext.checkpoint import paths, rng, state
+from megatron_ext.errors import CheckpointError
+
+SHOWN = 8
+
+
+def load(
+    path: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer | None,
+    mesh: ProcessGroupCollection,
+) -> dict[str, Any]:
+    """Fill model chunks and optimizer from a checkpoint. Collective over all ranks.
+
+    The layout may differ from the one that saved: tensor, pipeline, virtual pipeline, data parallel
+    sizes, with or without a sharded optimizer, fp32 or bf16. Random states are restored at the same
+    layout only, where going on is then bit-exact.
+
+    Args:
+        path: a `step_*` folder.
+        chunks: model chunks of this rank, DDP-wrapped or bare; filled in place.
+        optimizer: their optimizer, filled too. None reads the weights only and restores no random
+            states; call it before the optimizer is built, whose main weights copy the model's.
+        mesh: process groups.
+
+    Returns:
+        The `extra` values that were given to `save`.
+
+    Raises:
+        CheckpointError: no complete checkpoint there, or its tensors are not those of the model:
+            missing, left over, or of another shape. The same on every rank.
+    """
+    extra, stored = _agree_on(path)
+    ours = extra.pop(paths.RESERVED)
+    request: dict[str, Any] = {"model": state.model_state(chunks, mesh)}
+    if optimizer is not None:
+        request["optimizer"] = state.optimizer_state(
+            optimizer, request["model"], mesh, loading=True
+        )
+        if ours["layout"] == state.layout(chunks, mesh):
+            request["rng"] = state.rng_object(None)
+    later = _adapt_precision(request, stored)
+    _drop_absent_extra_states(request["model"], stored)
+    _check(path, request, later, stored, device=_device(chunks), weights_only=optimizer is None)
+    try:
+        loaded = _read(request, path)
+        for (part, index), tensor in (_read(later, path) if later else {}).items():
+            loaded["optimizer"][part][index]["fp32_param"] = tensor
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error}). Resume from another checkpoint: write its name into "
+            f"{path.parent / paths.LATEST}"
+        ) from error
+    for index, chunk in enumerate(chunks):
+        # Not strict: buffers and extra states that a backend adds need not be in a checkpoint.
+        state.unwrap(chunk).load_state_dict(loaded["model"][f"chunk_{index}"], strict=False)
+    if optimizer is not None:
+        state.fill_optimizer(optimizer, loaded["optimizer"])
+        state.set_optimizer_step(optimizer, int(ours["optimizer_step"]))
+    if "rng" in request:
+        rng.restore(loaded["rng"])
+    return extra
+
+
+def _read(request: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    # A shallow request: megatron-core changes the nested dictionaries that it is given.
+    return dist_checkpointing.load(request, str(path), validate_access_integrity=False)
+
+
+def _device(chunks: Sequence[nn.Module]) -> torch.device:
+    return next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+
+
+def _agree_on(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`extra.json` and the description of every stored tensor and object, by name."""
+    problem = None
+    try:
+        extra = paths.read_extra(path)
+        stored = load_sharded_metadata(str(path))
+    except (CheckpointError, CheckpointingException, CheckpointException, OSError) as error:
+        problem = str(error)
+        if not isinstance(error, CheckpointError):
+            problem = f"{path}: damaged ({error}); resume from another checkpoint"
+    _raise_together(path, [] if problem is None else [problem])
+    return extra, stored
+
+
+def _raise_together(path: Path, problems: list[str]) -> None:
+    """Raise on all ranks what any rank found, each line once."""
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, problems[: SHOWN + 1])
+    lines = sorted({line for lines in gathered for line in lines})
+    if lines:
+        if len(lines) == 1 and str(path) in lines[0]:
+            raise CheckpointError(lines[0])
+        text = "\n".join(f"  {line}" for line in lines[:SHOWN])
+        more = f"\n  ... and more" if len(lines) > SHOWN else ""
+        raise CheckpointError(
+            f"{path}: does not fit this model:\n{text}{more}\nUse the configuration that it was saved "
+            "with (config.yaml in its run folder), or start anew with run.fresh=true"
+        )
+
+
+def _pieces(values: Iterable[Any]) -> list[ShardedTensor | ShardedObject]:
+    """Tensors and objects asked for, with those that a factory (a split tensor) stands for."""
+    pieces: list[ShardedTensor | ShardedObject] = []
+    for value in values:
+        if isinstance(value, ShardedTensorFactory):
+            pieces += _pieces(nested_values(value.build()))
+        elif isinstance(value, ShardedTensor | ShardedObject):
+            pieces.append(value)
+    return pieces
+
+
+def _adapt_precision(request: dict[str, Any], stored: dict[str, Any]) -> dict[Any, Any]:
+    """Ask for what is there when the checkpoint's precision is not the model's.
+
+    A float32 model reads the main weights of a bf16 checkpoint; a bf16 model's main weights read
+    the weights of a float32 checkpoint, in a second pass, which is returned: a tensor can be asked for
+    once only.
+    """
+    for chunk in request["model"].values():
+        for name, value in chunk.items():
+            if not isinstance(value, ShardedTensor | ShardedTensorFactory):
+                continue
+            wanted = replace(value, key=state.MAIN_WEIGHT + value.key)
+            pieces = _pieces([wanted])
+            if value.data.dtype == torch.float32 and all(p.key in stored for p in pieces):
+                chunk[name] = wanted
+    later = {}
+    for part, entries in request.get("optimizer", {}).items():
+        for index, entry in entries.items():
+            main = entry.get("fp32_param")
+            if main is not None and not any(p.key in stored for p in _pieces([main])):
+                later[part, index] = replace(
+                    entry.pop("fp32_param"), key=main.key.removeprefix(state.MAIN_WEIGHT)
+                )
+    return later
+
+
+def _drop_absent_extra_states(model: dict[str, Any], stored: dict[str, Any]) -> None:
+    """Objects that only some backends keep with a module (Transformer Engine's) may be absent."""
+    for chunk in model.values():
+        for name in [n for n, v in chunk.items() if isinstance(v, ShardedObject)]:
+            if chunk[name].unique_key not in stored:
+                del chunk[name]
+
+
+def _check(
+    path: Path,
+    request: dict[str, Any],
+    later: dict[Any, Any],
+    stored: dict[str, Any],
+    *,
+    device: torch.device,
+    weights_only: bool,
+) -> None:
+    """Compare names and shapes with the checkpoint's, over all ranks."""
+    problems = []
+    # Each rank asks for its part; a name is left over when no rank asks for it.
+    names = sorted(stored)
+    asked = torch.zeros(len(names), dtype=torch.int32)
+    place = {name: i for i, name in enumerate(names)}
+    for piece in _pieces([*nested_values(request), *later.values()]):
+        name = piece.unique_key if isinstance(piece, ShardedObject) else piece.key
+        if name not in stored:
+            problems.append(f"missing in the checkpoint: {name}")
+            continue
+        asked[place[name]] = 1
+        if isinstance(piece, ShardedTensor):
+            # Leading axes that only number the pieces (experts) are part of the stored shape.
+            theirs, mine = tuple(stored[name].global_shape), tuple(piece.global_shape)
+            if theirs != mine:
+                problems.append(f"shape: {name} is {list(theirs)} there and {list(mine)} here")
+    asked = asked.to(device)
+    dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+    for name, is_asked in zip(names, asked.tolist(), strict=True):
+        optional = (
+            not isinstance(stored[name], ShardedTensor)
+            or name.startswith(state.MAIN_WEIGHT)
+            # Replaced by its main weight of higher precision.
+            or state.MAIN_WEIGHT + name in stored
+            or (weights_only and name.startswith("optimizer."))
+        )
+        if not is_asked and not optional:
+            problems.append(f"not in the model: {name}")
+    _raise_together(path, sorted(problems))

@@ -1,0 +1,184 @@
+"""Names of checkpoint folders, which of them is the latest, and which may go. No torch here.
+
+A folder of checkpoints holds `step_00000010/` and so on, and `latest`, a text file with the name of
+one of them. A checkpoint is written as `.step_00000010.tmp`, renamed when it is complete, and only
+then named by `latest`; so whatever has a proper name is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import CheckpointError
+
+LATEST = "latest"
+EXTRA = "extra.json"
+# Written last by megatron-core's saver, inside the temporary folder.
+COMPLETE = "metadata.json"
+RESERVED = "checkpoint"
+
+
+def step_name(step: int) -> str:
+    """Name of the folder of a step."""
+    return f"step_{step:08d}"
+
+
+def step_folders(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints in `folder`, by step, ascending."""
+    found = {}
+    for path in folder.glob("step_*"):
+        match = re.fullmatch(r"step_(\d{8,})", path.name)
+        if match and is_complete(path):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def is_complete(path: Path) -> bool:
+    """Whether `path` is a checkpoint that was written to its end."""
+    return (path / COMPLETE).is_file() and (path / EXTRA).is_file()
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint to resume from, None when there is none.
+
+    Without the file `latest` (the first save was interrupted just before it), the newest complete
+    checkpoint.
+
+    Args:
+        folder: the folder of checkpoints, `<run folder>/checkpoints`.
+
+    Raises:
+        CheckpointError: `latest` names something that is not a complete checkpoint.
+    """
+    pointer = folder / LATEST
+    complete = step_folders(folder)
+    if not pointer.is_file():
+        return list(complete.values())[-1] if complete else None
+    name = pointer.read_text().strip()
+    path = folder / name
+    if not name or Path(name).name != name or not is_complete(path):
+        choices = ", ".join(path.name for path in complete.values()) or "none"
+        raise CheckpointError(
+            f"{pointer} names {name!r}, which is not a complete checkpoint in {folder}. Complete "
+            f"ones: {choices}. Write one of these names into {pointer}, or start anew with "
+            "run.fresh=true"
+        )
+    return path
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """What `extra.json` of a checkpoint holds: the caller's values and, under `checkpoint`, ours.
+
+    Raises:
+        CheckpointError: no such checkpoint, incomplete, or not readable.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint folder; {_neighbours(path)}")
+    if not is_complete(path):
+        missing = ", ".join(n for n in (COMPLETE, EXTRA) if not (path / n).is_file())
+        raise CheckpointError(
+            f"{path}: not a complete checkpoint ({missing} missing); {_neighbours(path)}"
+        )
+    try:
+        extra = json.loads((path / EXTRA).read_text())
+        extra[RESERVED]["step"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path / EXTRA}: damaged ({error}); {_neighbours(path)}"
+        ) from error
+    return dict(extra)
+
+
+def _neighbours(path: Path) -> str:
+    for folder in (path.parent, path / "checkpoints", path):
+        names = [p.name for p in step_folders(folder).values() if p != path]
+        if names:
+            return f"complete ones in {folder}: {', '.join(names[-5:])}"
+    return "give the path of a step_* folder that holds metadata.json and extra.json"
+
+
+def prepare(folder: Path, step: int, extra: dict[str, Any]) -> Path:
+    """Make the empty temporary folder of a step, with `extra.json` in it, and return it."""
+    text = json.dumps(extra, indent=1, sort_keys=True)
+    temporary = folder / f".{step_name(step)}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    _write(temporary / EXTRA, text + "\n")
+    return temporary
+
+
+def publish(folder: Path, step: int) -> Path:
+    """Give a complete temporary folder its name, then let `latest` name it. Both are atomic.
+
+    A checkpoint of the same step that is there already (of a run that was wound back) is replaced.
+    """
+    temporary = folder / f".{step_name(step)}.tmp"
+    final = folder / step_name(step)
+    if not is_complete(temporary):
+        raise OSError(f"{temporary} lacks {COMPLETE} or {EXTRA}")
+    _sync(temporary)
+    if final.exists():
+        _remove(final)
+    os.rename(temporary, final)
+    _sync(folder)
+    _write(folder / f".{LATEST}.tmp", final.name + "\n")
+    os.replace(folder / f".{LATEST}.tmp", folder / LATEST)
+    _sync(folder)
+    return final
+
+
+def prune(folder: Path, *, keep: int, keep_every: int) -> list[Path]:
+    """Delete old checkpoints and return them. The one that `latest` names always stays.
+
+    Args:
+        folder: the folder of checkpoints.
+        keep: how many of the newest up to `latest` stay; 0: all.
+        keep_every: multiples of this step stay for ever; 0: none. Checkpoints after `latest` (of a
+            run that was wound back) are not counted and stay until their step is saved again.
+    """
+    current = latest(folder)
+    if keep <= 0 or current is None:
+        return []
+    folders = step_folders(folder)
+    steps = [step for step, path in folders.items() if path.name <= current.name]
+    old = [step for step in steps[:-keep] if not (keep_every > 0 and step % keep_every == 0)]
+    for step in old:
+        _remove(folders[step])
+    return [folders[step] for step in old]
+
+
+def clean(folder: Path) -> list[Path]:
+    """Delete what interrupted saves and deletions left behind, and return it."""
+    stale = [*folder.glob(".step_*.tmp"), *folder.glob(".step_*.old")]
+    for path in stale:
+        shutil.rmtree(path, ignore_errors=True)
+    (folder / f".{LATEST}.tmp").unlink(missing_ok=True)
+    return stale
+
+
+def _remove(path: Path) -> None:
+    # Renamed first: a half-deleted checkpoint must not bear a checkpoint's name.
+    doomed = path.parent / f".{path.name}.old"
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,203 @@
+"""Writing checkpoints: in the background if asked to, complete or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron_ext.checkpoint import paths, rng, state
+from megatron_ext.errors import CheckpointError
+
+FORMAT = 1
+
+
+class Checkpointer:
+    """Saves the state of a run into one folder. Every method is collective over all ranks.
+
+    The scripts that use it need `if __name__ == "__main__":`, since a writer process is spawned.
+
+    Args:
+        folder: the folder of checkpoints, `<run folder>/checkpoints`, seen by every host. Made when
+            missing; what interrupted saves left in it is removed.
+        mesh: process groups.
+        asynchronous: return from `save` when the state is copied, and write meanwhile.
+        keep: newest checkpoints to keep; 0: all.
+        keep_every: multiples of this step are never deleted; 0: none.
+
+    Raises:
+        CheckpointError: the folder cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        mesh: ProcessGroupCollection,
+        asynchronous: bool,
+        keep: int,
+        keep_every: int,
+    ) -> None:
+        self.folder = folder
+        self._mesh = mesh
+        self._asynchronous = asynchronous
+        self._keep = keep
+        self._keep_every = keep_every
+        self._pending: int | None = None
+        self._saved: int | None = None
+        self._queue = AsyncCallsQueue(persistent=False)
+        # Kept between saves: it remembers which rank writes which replica.
+        self._strategy = FullyParallelSaveStrategyWrapper(
+            TorchDistSaveShardedStrategy(), mesh.dp_cp, do_cache_distribution=True
+        )
+
+        def make() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            paths.clean(folder)
+
+        self._on_rank_0(make, "the folder of checkpoints cannot be prepared")
+
+    def save(
+        self,
+        step: int,
+        chunks: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        extra: dict[str, Any],
+    ) -> None:
+        """Save model, optimizer, random states and `extra` as the checkpoint of `step`.
+
+        An asynchronous save that still runs is waited for. A step that this object has just saved
+        is not saved again.
+
+        Args:
+            step: optimizer steps done.
+            chunks: model chunks of this rank, DDP-wrapped or bare.
+            optimizer: of these chunks.
+            extra: JSON-able values, the same on every rank (rank 0's are written). `extra.json`
+                holds them, with ours under `checkpoint`.
+
+        Raises:
+            CheckpointError: the save, or the one that was waited for, failed. Nothing with a
+                checkpoint's name is left of it, and `latest` is as it was.
+        """
+        self._finish(blocking=True)
+        if step == self._saved:
+            return
+        if paths.RESERVED in extra:
+            raise ValueError(f"extra may not have the key {paths.RESERVED!r}")
+        ours = {
+            "format": FORMAT,
+            "step": step,
+            "optimizer_step": state.optimizer_step(optimizer),
+            "layout": state.layout(chunks, self._mesh),
+            "megatron_core": version("megatron-core"),
+        }
+        self._on_rank_0(
+            lambda: paths.prepare(self.folder, step, {**extra, paths.RESERVED: ours}),
+            f"step {step}: extra.json cannot be written",
+        )
+        model = state.model_state(chunks, self._mesh)
+        content = {
+            "model": model,
+            "optimizer": state.optimizer_state(optimizer, model, self._mesh, loading=False),
+            "rng": state.rng_object(rng.capture()),
+        }
+        self._pending = step
+        try:
+            request = dist_checkpointing.save(
+                content,
+                str(self.folder / f".{paths.step_name(step)}.tmp"),
+                self._strategy,
+                # Gathers a description of every tensor from every rank: once a run is enough.
+                validate_access_integrity=self._saved is None,
+                async_sharded_save=self._asynchronous,
+                async_strategy="mcore",
+            )
+        except (CheckpointException, CheckpointingException, OSError) as error:
+            self._fail(error)
+        if request is None:
+            self._publish(step)
+        else:
+            request.add_finalize_fn(partial(self._publish, step))
+            self._queue.schedule_async_request(request)
+
+    def poll(self) -> None:
+        """Finish an asynchronous save that all ranks have written; return at once otherwise.
+
+        Costs nothing when no save runs, one small reduction over all ranks when one does.
+
+        Raises:
+            CheckpointError: the save failed on some rank.
+        """
+        self._finish(blocking=False)
+
+    def close(self) -> None:
+        """Wait for a running save and finish it.
+
+        Raises:
+            CheckpointError: the save failed on some rank.
+        """
+        self._finish(blocking=True)
+
+    def _finish(self, *, blocking: bool) -> None:
+        if self._pending is None:
+            return
+        try:
+            self._queue.maybe_finalize_async_calls(blocking=blocking)
+        except (CheckpointException, CheckpointingException, OSError) as error:
+            self._fail(error)
+
+    def _publish(self, step: int) -> None:
+        self._pending = None
+        self._on_rank_0(
+            lambda: paths.publish(self.folder, step), f"step {step}: cannot be renamed"
+        )
+        self._saved = step
+
+        def prune() -> None:
+            paths.prune(self.folder, keep=self._keep, keep_every=self._keep_every)
+
+        self._on_rank_0(prune, "old checkpoints cannot be deleted")
+
+    def _fail(self, error: BaseException) -> None:
+        """Every rank comes here for the same failure: megatron-core gathers the writers' errors."""
+        step, self._pending = self._pending, None
+        name = paths.step_name(step or 0)
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / f".{name}.tmp", ignore_errors=True)
+        reason = " ".join(str(error).split()) or "a rank could not write, see rank 0"
+        raise CheckpointError(
+            f"{self.folder / name}: not written ({reason}). `latest` still names the one before. "
+            "Check free space, quota and rights of the folder on every host, then relaunch"
+        ) from error
+
+    def _on_rank_0(self, action: Callable[[], object], what: str) -> None:
+        """Do something to the folder on rank 0; fail on every rank if it fails."""
+        failure: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                action()
+            except (OSError, TypeError, ValueError, CheckpointError) as error:
+                failure[0] = str(error)
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise CheckpointError(
+                f"{self.folder}: {what} ({failure[0]}). Check free space, quota and rights of the "
+                "folder, then relaunch"
+            )

@@ -1,0 +1,318 @@
+"""Ranks that save, load and compare checkpoints; started by the tests, one mode a launch.
+
+    one    FOLDER   1 rank: train, save step 2 as `one`, write full tensors and the next step's result
+    many   FOLDER   2 ranks: load it in every layout, compare, train on, save each layout's own
+    back   FOLDER   1 rank: load what each layout saved and compare
+    crash  FOLDER   1 rank: save step 1, begin step 2 in the background, die in the middle of it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_ext.checkpoint import load as load_module
+from megatron_ext.checkpoint import paths, state
+from megatron_ext.checkpoint.save import Checkpointer
+from megatron_ext.config.schema import Device, ParallelOptions, Precision, RunConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.model.build import build_chunks
+from megatron_ext.model.init import initialize
+from megatron_ext.optim.build import build_optimizer, set_learning_rate
+from megatron_ext.parallel import runtime
+from megatron_ext.parallel.mcore_config import ddp_config, transformer_config
+from megatron_ext.parallel.mesh import build_mesh
+
+SEQUENCE, SEQUENCES, VOCABULARY = 16, 4, 128
+LAYOUTS = {
+    "tensor": ParallelOptions(tensor=2),
+    "pipeline": ParallelOptions(pipeline=2),
+    "virtual": ParallelOptions(pipeline=2, virtual_pipeline=2),
+    "data": ParallelOptions(),
+    "data_plain": ParallelOptions(distributed_optimizer=False),
+}
+
+
+def make_config(parallel: ParallelOptions, precision: Precision = Precision.fp32) -> RunConfig:
+    config = RunConfig()
+    config.run.device = Device.cpu
+    config.run.precision = precision
+    config.parallel = parallel
+    model = config.model
+    model.num_layers, model.hidden_size, model.feed_forward_size = 4, 32, 64
+    model.vocab_size = VOCABULARY
+    model.kda = replace(model.kda, num_heads=2, head_dim=16, value_dim=16, decay_rank=8)
+    model.mla = replace(
+        model.mla, num_heads=2, q_lora_rank=16, kv_lora_rank=8,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+    )
+    config.data.sequence_length = SEQUENCE
+    # Rounding of gradients near epsilon is amplified at 1e-8; see the invariant on layouts.
+    config.optim.eps = 1e-5
+    return config
+
+
+class Setup:
+    """Groups, model, optimizer of one layout, until `close`."""
+
+    def __init__(self, parallel: ParallelOptions, precision: Precision = Precision.fp32) -> None:
+        self.config = make_config(parallel, precision)
+        self.mesh = build_mesh(parallel)
+        tc = transformer_config(self.config)
+        bare = build_chunks(self.config, tc, self.mesh, vocab_size=VOCABULARY)
+        initialize(bare, seed=7)
+        self.chunks = [
+            DistributedDataParallel(tc, ddp_config(self.config), chunk, pg_collection=self.mesh)
+            for chunk in bare
+        ]
+        self.optimizer = build_optimizer(self.config, self.chunks, self.mesh)
+        set_learning_rate(self.optimizer, 1e-3)
+        tc.finalize_model_grads_func = finalize_model_grads
+
+    def close(self) -> None:
+        parallel_state.destroy_model_parallel()
+
+    def step(self, number: int) -> float:
+        """One step on a batch that depends on its number only; the gradient norm."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        tokens = torch.randint(
+            0, VOCABULARY, (SEQUENCES, SEQUENCE + 1),
+            generator=torch.Generator().manual_seed(number),
+        )
+        mine = tokens[self.mesh.dp.rank() :: self.mesh.dp.size()]
+        batches = [iter(list(mine.split(1))) for _ in self.chunks]
+
+        def forward(iterator: Any, model: Any) -> Any:
+            row = next(iterator)
+            output = model(row[:, :-1], None, None, labels=row[:, 1:])
+
+            def total(losses: Tensor) -> Any:
+                count = torch.tensor(losses.numel(), dtype=torch.int)
+                return losses.sum(), count, {"loss": losses.sum().detach()}
+
+            return output, total
+
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=batches if len(self.chunks) > 1 else batches[0],
+            model=self.chunks,
+            num_microbatches=mine.shape[0],
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+        )
+        success, norm, _ = self.optimizer.step()
+        assert success
+        return float(norm)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of model and optimizer, whole, on every rank, by logical name."""
+        model = state.model_state(self.chunks, self.mesh)
+        optimizer = state.optimizer_state(self.optimizer, model, self.mesh, loading=False)
+        pieces = [
+            (p.key, tuple(p.global_shape), tuple(p.global_offset), p.data.detach().clone())
+            for p in load_module._pieces(nested_values({"model": model, "optimizer": optimizer}))
+            if hasattr(p, "global_offset") and isinstance(p.data, Tensor)
+        ]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, pieces)
+        whole: dict[str, Tensor] = {}
+        for key, shape, offset, data in (piece for rank in gathered for piece in rank):
+            target = whole.setdefault(key, torch.full(shape, torch.nan, dtype=data.dtype))
+            part = target
+            for axis, start in enumerate(offset[len(offset) - data.dim() :]):
+                part = part.narrow(axis, start, data.shape[axis])
+            part.copy_(data)
+        assert not any(tensor.isnan().any() for tensor in whole.values())
+        return whole
+
+    def save(self, folder: Path, step: int, *, asynchronous: bool = False) -> None:
+        writer = self.writer(folder, asynchronous=asynchronous)
+        writer.save(step, self.chunks, self.optimizer, {"tokens": step * 64, "run": "abc"})
+        writer.close()
+
+    def writer(self, folder: Path, *, asynchronous: bool = False) -> Checkpointer:
+        return Checkpointer(
+            folder, mesh=self.mesh, asynchronous=asynchronous, keep=2, keep_every=0
+        )
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        path = paths.latest(folder)
+        assert path is not None
+        return load_module.load(path, self.chunks, self.optimizer, self.mesh)
+
+
+@contextmanager
+def layout(parallel: ParallelOptions, precision: Precision = Precision.fp32) -> Any:
+    setup = Setup(parallel, precision)
+    yield setup
+    setup.close()
+
+
+def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """Relative L2 difference of every tensor; names must agree. Float64, so equal means 0."""
+    if found.keys() != wanted.keys():
+        raise AssertionError(f"other names: {sorted(found.keys() ^ wanted.keys())}")
+    return {
+        name: float(
+            (found[name].double() - wanted[name].double()).norm()
+            / wanted[name].double().norm().clamp_min(1e-12)
+        )
+        for name in wanted
+    }
+
+
+def one(folder: Path, results: dict[str, Any]) -> None:
+    with layout(ParallelOptions()) as setup:
+        for number in (1, 2):
+            setup.step(number)
+        setup.save(folder / "one", 2)
+        saved = setup.tensors()
+        noise = torch.rand(3)
+        results["norm"] = setup.step(3)
+        after = setup.tensors()
+        torch.save({"saved": saved, "after": after, "norm": results["norm"]}, folder / "truth.pt")
+    with layout(ParallelOptions()) as setup:
+        torch.manual_seed(99)
+        results["extra"] = setup.load(folder / "one")
+        results["same_noise"] = torch.equal(noise, torch.rand(3))
+        results["resumed_norm_equal"] = setup.step(3) == results["norm"]
+        results["resumed"] = max(differences(setup.tensors(), after).values())
+        # Moments that come back as zeros would pass a test of a zero state: they are not zero.
+        results["smallest_moment"] = min(
+            float(t.norm()) for n, t in saved.items() if "exp_avg_sq" in n
+        )
+    with layout(ParallelOptions(), Precision.bf16) as setup:
+        results["bf16_extra"] = setup.load(folder / "one")
+        mains = {
+            n.removeprefix(state.MAIN_WEIGHT): t
+            for n, t in setup.tensors().items()
+            if n.startswith(state.MAIN_WEIGHT)
+        }
+        results["bf16_mains"] = max(differences(mains, {n: saved[n] for n in mains}).values())
+        results["bf16_count"] = len(mains)
+        setup.step(3)
+        setup.save(folder / "bf16", 3)
+        mains = {n: t for n, t in setup.tensors().items() if n.startswith(state.MAIN_WEIGHT)}
+    with layout(ParallelOptions()) as setup:
+        setup.load(folder / "bf16")
+        found = setup.tensors()
+        results["fp32_from_bf16"] = max(
+            float((found[n.removeprefix(state.MAIN_WEIGHT)] - t).abs().max())
+            for n, t in mains.items()
+        )
+    with layout(ParallelOptions(distributed_optimizer=False), Precision.bf16) as setup:
+        setup.load(folder / "bf16")
+        plain = {n: t for n, t in setup.tensors().items() if n.startswith(state.MAIN_WEIGHT)}
+        results["bf16_plain"] = max(differences(plain, mains).values())
+    errors(folder, results)
+
+
+def errors(folder: Path, results: dict[str, Any]) -> None:
+    """Messages of loads that do not fit."""
+    messages: dict[str, str] = {}
+    with layout(ParallelOptions()) as setup:
+        path = folder / "one" / "step_00000002"
+        results["weights_only"] = load_module.load(path, setup.chunks, None, setup.mesh)
+        for name, bad in {"absent": folder / "one" / "step_00000009", "other": folder}.items():
+            messages[name] = failure(bad, setup)
+        setup.chunks[0].module.output_layer.weight.data = torch.zeros(256, 32)
+        messages["shape"] = failure(path, setup)
+    with layout(ParallelOptions()) as setup:
+        del setup.chunks[0].module.decoder.layers[1:]
+        messages["left_over"] = failure(path, setup)
+    with layout(ParallelOptions()) as setup:
+        (path / ".metadata").rename(path / "gone")
+        messages["damaged"] = failure(path, setup)
+        (path / "gone").rename(path / ".metadata")
+        blocked = folder / "blocked"
+        blocked.write_text("a file")
+        try:
+            setup.save(blocked, 1)
+        except CheckpointError as error:
+            messages["blocked"] = str(error)
+        messages["not_json"] = ""
+        try:
+            setup.writer(folder / "one").save(5, setup.chunks, setup.optimizer, {"a": {1, 2}})
+        except CheckpointError as error:
+            messages["not_json"] = str(error)
+    results["messages"] = messages
+    results["left"] = sorted(p.name for p in (folder / "one").iterdir())
+
+
+def failure(path: Path, setup: Setup) -> str:
+    try:
+        load_module.load(path, setup.chunks, None, setup.mesh)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def many(folder: Path, results: dict[str, Any]) -> None:
+    truth = torch.load(folder / "truth.pt")
+    for name, parallel in LAYOUTS.items():
+        with layout(parallel) as setup:
+            setup.load(folder / "one")
+            loaded = max(differences(setup.tensors(), truth["saved"]).values())
+            norm = setup.step(3)
+            stepped = setup.tensors()
+            trained = max(differences(stepped, truth["after"]).values())
+            setup.save(folder / name, 3, asynchronous=name in ("tensor", "virtual"))
+        if dist.get_rank() == 0:
+            torch.save(stepped, folder / f"{name}.pt")
+        with layout(parallel) as setup:
+            setup.load(folder / name)
+            again = max(differences(setup.tensors(), stepped).values())
+        results[name] = {
+            "loaded": loaded,
+            "trained": trained,
+            "norm": abs(norm / truth["norm"] - 1.0),
+            "again": again,
+        }
+
+
+def back(folder: Path, results: dict[str, Any]) -> None:
+    for name in LAYOUTS:
+        for sharded in (True, False):
+            with layout(ParallelOptions(distributed_optimizer=sharded)) as setup:
+                setup.load(folder / name)
+                found = differences(setup.tensors(), torch.load(folder / f"{name}.pt"))
+                results[f"{name} {sharded}"] = max(found.values())
+
+
+def crash(folder: Path, results: dict[str, Any]) -> None:
+    with layout(ParallelOptions()) as setup:
+        setup.step(1)
+        setup.save(folder / "crash", 1, asynchronous=True)
+        setup.step(2)
+        writer = setup.writer(folder / "crash", asynchronous=True)
+        writer.save(2, setup.chunks, setup.optimizer, {"tokens": 128})
+        os._exit(9)
+
+
+def main() -> None:
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    runtime.start(make_config(ParallelOptions()).run)
+    results: dict[str, Any] = {}
+    {"one": one, "many": many, "back": back, "crash": crash}[mode](folder, results)
+    if dist.get_rank() == 0:
+        (folder / f"{mode}.json").write_text(json.dumps(results, indent=1))
+    runtime.stop()
+
+
+if __name__ == "__main__":
+    main()
