@@ -83,8 +83,7 @@ def evaluation_batches(
 
     Always from position 0, so every evaluation of every layout reads the same tokens. Sequences
     that only fill up the last rounds of micro-batches have a loss mask of 0; ``rounds`` asks for
-    more of them than the tokens need (a schedule may take whole multiples only). ``rounds`` asks for more
-    rounds than the tokens need (a schedule may take whole multiples only).
+    more of them than the tokens need (a schedule may take whole multiples only).
     """
     wanted = max(1, tokens // sequence_length)
     needed = -(-wanted // (micro_batch_size * data_size))

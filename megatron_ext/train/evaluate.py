@@ -1,0 +1,106 @@
+"""Held-out loss: always the same tokens, whatever the layout and the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_ext.checkpoint.load import load
+from megatron_ext.checkpoint.paths import latest
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.batches import evaluation_batches
+from megatron_ext.errors import CheckpointError
+from megatron_ext.observe.console import evaluation_rows
+from megatron_ext.parallel.runtime import start, stop
+from megatron_ext.train.state import TrainState, build_state
+from megatron_ext.train.step import Waited, run_schedule
+
+
+def held_out_loss(state: TrainState) -> dict[str, float]:
+    """Loss over the first `evaluate.tokens` held-out tokens. Changes nothing in `state`.
+
+    Returns:
+        `eval/...` metrics, the same on every rank.
+    """
+    begin = time.perf_counter()
+    config, stream = state.config, state.held_out_data
+    length, sequences = config.data.sequence_length, config.train.micro_batch_size
+    data_rank, data_size = int(state.mesh.dp.rank()), int(state.mesh.dp.size())
+    tokens = min(config.evaluate.tokens, sum(stream.tokens_per_epoch.values()))
+    wanted = max(1, tokens // length)
+    # The interleaved schedule takes whole rounds of the pipeline only; the rest is masked out.
+    pipeline = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
+    rounds = -(-wanted // (sequences * data_size * pipeline)) * pipeline
+    feeds = [
+        Waited(
+            evaluation_batches(
+                stream,
+                tokens=wanted * length,
+                sequence_length=length,
+                micro_batch_size=sequences,
+                data_rank=data_rank,
+                data_size=data_size,
+                rounds=rounds,
+            )
+        )
+        for _ in state.chunks
+    ]
+    with evaluating(state.chunks):
+        losses = run_schedule(state, feeds, rounds, forward_only=True)
+    return {
+        "eval/loss": losses.mean,
+        "eval/tokens": float(losses.tokens.sum()),
+        "eval/seconds": time.perf_counter() - begin,
+        **losses.by_source(state.sources, prefix="eval/"),
+    }
+
+
+@contextmanager
+def evaluating(chunks: list[DistributedDataParallel]) -> Iterator[None]:
+    """Chunks in evaluation mode without gradients; back in training mode afterwards."""
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in chunks:
+            chunk.train()
+
+
+def restore_weights(state: TrainState) -> Path:
+    """Load weights alone: from `checkpoint.load` if given, else the run's latest checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    config = state.config
+    folder = Path(str(config.run.dir)) / "checkpoints"
+    path = Path(config.checkpoint.load) if config.checkpoint.load else latest(folder)
+    if path is None:
+        raise CheckpointError(
+            f"{folder}: no checkpoint there. Train first (run.mode=train), give the run's own "
+            f"run.dir or run.name, or a checkpoint with checkpoint.load=PATH"
+        )
+    state.restore(load(path, state.chunks, None, state.mesh))
+    return path
+
+
+def evaluate(config: RunConfig) -> int:
+    """`run.mode=evaluate`: print the held-out loss of a checkpoint. Returns the exit code."""
+    runtime = start(config.run)
+    try:
+        state = build_state(config, runtime)
+        path = restore_weights(state)
+        values = held_out_loss(state)
+        if runtime.rank == 0:
+            print(f"checkpoint {path}")
+            print("\n".join(evaluation_rows(state.step, state.tokens, values)))
+        return 0
+    finally:
+        stop()

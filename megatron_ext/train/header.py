@@ -1,0 +1,72 @@
+"""The header of a run: versions, hardware, layout, parameters, data - printed once."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from megatron_ext.config.layout import draw
+from megatron_ext.model.count import count_parameters, flops_per_token
+from megatron_ext.observe.console import human_count
+from megatron_ext.observe.run_files import versions
+from megatron_ext.ops.kda import resolve_backend
+from megatron_ext.optim.build import group_table
+from megatron_ext.parallel.mesh import describe
+from megatron_ext.train.run_folder import Found
+from megatron_ext.train.state import TrainState
+
+
+def backends(state: TrainState) -> dict[str, str]:
+    """Which implementation each operator takes on this device."""
+    kda = state.config.model.kda
+    chosen = resolve_backend(
+        kda.backend, state.runtime.device, head_dim=kda.head_dim, gate=kda.gate
+    )
+    return {"kda": chosen.value, "communication": state.runtime.backend}
+
+
+def header_lines(state: TrainState, found: Found, *, restored: str) -> list[str]:
+    """Lines for the console, each within 120 columns where names allow it. Collective-free."""
+    config, runtime = state.config, state.runtime
+    known = versions()
+    counts = count_parameters(config, state.vocab_size)
+    length = config.data.sequence_length
+    flops = flops_per_token(config.model, vocab_size=state.vocab_size, sequence_length=length)
+    batch = config.train.batch_tokens
+    lines = [
+        "megatron-ext {} | megatron-core {} | torch {} | python {}".format(
+            known.get("megatron-ext", "?"),
+            known.get("megatron-core", "?"),
+            torch.__version__,
+            platform.python_version(),
+        ),
+        f"run          {state.run_id} in {found.folder}",
+        f"             {restored}",
+    ]
+    if found.moved:
+        lines.append(f"             the old run was moved to {found.moved}")
+    lines += [
+        f"device       {_hardware(runtime.device)}, {config.run.precision.value}, "
+        + ", ".join(f"{name} {value}" for name, value in backends(state).items()),
+        "layout       " + draw(config, runtime.world_size).replace("\n", "\n" + " " * 13),
+    ]
+    if runtime.world_size > 1:
+        lines.append(describe(config.parallel, runtime.world_size))
+    lines += [
+        f"parameters   {human_count(counts.total)} total, {human_count(counts.active)} active, "
+        f"{human_count(flops)}FLOP a token",
+        "optimizer    " + group_table(state.chunks).replace("\n", "\n" + " " * 13),
+        f"data         {human_count(sum(state.train_data.tokens_per_epoch.values()))} tokens to "
+        f"train on, {human_count(sum(state.held_out_data.tokens_per_epoch.values()))} held out: "
+        + ", ".join(state.sources),
+        f"steps        {config.train.steps} x {human_count(batch)} tokens = {batch // length} "
+        f"sequences of {length}",
+    ]
+    return lines
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads a rank"

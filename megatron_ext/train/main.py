@@ -1,0 +1,122 @@
+"""`run.mode=train`: from a configuration to a finished run."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_ext.checkpoint.load import load
+from megatron_ext.checkpoint.save import Checkpointer
+from megatron_ext.config.compose import to_container
+from megatron_ext.config.layout import draw
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.observe.metrics import Metrics
+from megatron_ext.observe.run_files import write_run
+from megatron_ext.parallel.runtime import start, stop
+from megatron_ext.train.evaluate import restore_weights
+from megatron_ext.train.header import backends, header_lines
+from megatron_ext.train.loop import run_loop
+from megatron_ext.train.run_folder import Found, open_run_folder
+from megatron_ext.train.state import TrainState, build_state
+
+
+def train(config: RunConfig) -> int:
+    """Start or resume the run in `run.dir`. Returns the exit code; errors of ours are raised."""
+    runtime = start(config.run)
+    try:
+        found = open_run_folder(config, rank=runtime.rank)
+        if found.finished_step is not None:
+            if runtime.rank == 0:
+                print(finished_text(config, found))
+            return 0
+        state = build_state(config, runtime, run_id=found.run_id)
+        restored = restore(state, found)
+        writer = runtime.rank == 0
+        with Metrics(
+            found.folder,
+            logging=config.logging,
+            run_id=state.run_id,
+            config=to_container(config),
+            resume_step=state.step,
+            writer=writer,
+            total_steps=config.train.steps,
+        ) as metrics:
+            if writer:
+                write_run(
+                    found.folder,
+                    run_id=state.run_id,
+                    layout=draw(config, runtime.world_size),
+                    world_size=runtime.world_size,
+                    command=sys.argv,
+                    backends=backends(state),
+                )
+            metrics.header(header_lines(state, found, restored=restored))
+            checkpointer = Checkpointer(
+                found.folder / "checkpoints",
+                mesh=state.mesh,
+                asynchronous=config.checkpoint.asynchronous,
+                keep=config.checkpoint.keep,
+                keep_every=config.checkpoint.keep_every,
+            )
+            evaluation = run_loop(state, metrics, checkpointer)
+            checkpointer.close()
+            metrics.header(ending_lines(state, found, evaluation))
+            metrics.finish(0, "all steps are done")
+        dist.barrier()
+        return 0
+    finally:
+        stop()
+
+
+def restore(state: TrainState, found: Found) -> str:
+    """Go on from the run's own checkpoint, else start from `checkpoint.load`, else from the seed.
+
+    Returns:
+        What was done, for the header.
+    """
+    if found.checkpoint is not None:
+        state.restore(load(found.checkpoint, state.chunks, state.optimizer, state.mesh))
+        return f"resumes after step {state.step} from {found.checkpoint}"
+    if state.config.checkpoint.load:
+        path = restore_weights(state)
+        state.optimizer.reload_model_params()
+        state.step, state.tokens, state.first_evaluation = 0, 0, None
+        return f"starts with the weights of {path}; steps, optimizer and data from the beginning"
+    return f"starts anew with seed {state.config.run.seed}"
+
+
+def finished_text(config: RunConfig, found: Found) -> str:
+    """A finished run is no error: say so, and name the two ways on."""
+    step = found.finished_step or 0
+    command = shlex.join(["python", *sys.argv])
+    return (
+        f"{found.folder}: this run is finished, step {step} of {config.train.steps} is saved.\n"
+        f"  go on:     {command} train.steps={step + max(1, config.train.steps // 2)}\n"
+        f"  anew:      {command} run.fresh=true   (moves the old run aside)"
+    )
+
+
+def ending_lines(state: TrainState, found: Found, evaluation: dict[str, float]) -> list[str]:
+    """What came out, and what to do next."""
+    name = f"run.dir={shlex.quote(_shown(found.folder))}"
+    held_out = f"held-out loss {evaluation['eval/loss']:.4f}"
+    if state.first_evaluation is not None:
+        held_out += f" (before training {state.first_evaluation:.4f})"
+    same = shlex.join(word for word in sys.argv[1:] if not word.startswith(("run.dir=", "run.fr")))
+    same = f"python pretrain.py {same + ' ' if same else ''}{name}"
+    return [
+        "",
+        f"done: {state.step} steps, {state.tokens} tokens, {held_out}",
+        f"metrics      {_shown(found.folder / 'metrics.jsonl')}",
+        f"go on        {same} train.steps={state.step * 2}",
+        f"evaluate     {same} run.mode=evaluate",
+        f"generate     {same} run.mode=generate generate.prompt='def '",
+    ]
+
+
+def _shown(path: Path) -> str:
+    """The path as the user would type it from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

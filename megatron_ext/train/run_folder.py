@@ -1,0 +1,85 @@
+"""What a launch finds in its run folder: nothing, a run to go on with, or a finished one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_ext.checkpoint.paths import latest, read_extra
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.observe.run_files import choose_run_id
+
+
+@dataclass(frozen=True)
+class Found:
+    """What rank 0 found, the same object on every rank.
+
+    Attributes:
+        folder: the run folder, absolute.
+        checkpoint: where to go on from; None starts anew.
+        run_id: identity of the run, for wandb.
+        finished_step: step of the checkpoint if the run has all its steps already.
+        moved: where an older run went with `run.fresh=true`.
+    """
+
+    folder: Path
+    checkpoint: Path | None
+    run_id: str
+    finished_step: int | None
+    moved: Path | None
+
+
+def open_run_folder(config: RunConfig, *, rank: int) -> Found:
+    """Decide once, on rank 0, and tell all ranks. Collective.
+
+    Raises:
+        ConfigError, CheckpointError: what rank 0 met, on every rank.
+    """
+    answer: list[Any] = [None]
+    if rank == 0:
+        try:
+            answer[0] = look(config)
+        except MegatronExtError as error:
+            answer[0] = error
+        except OSError as error:
+            answer[0] = ConfigError(
+                f"run.dir: {config.run.dir} cannot be used ({error.strerror}); give a folder that "
+                f"can be written"
+            )
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    found: Found = answer[0]
+    return found
+
+
+def look(config: RunConfig) -> Found:
+    """Move an older run aside if asked to, find the checkpoint, and choose the run id."""
+    folder = Path(str(config.run.dir))
+    moved = move_aside(folder) if config.run.fresh else None
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = latest(folder / "checkpoints")
+    extra = read_extra(checkpoint) if checkpoint else {}
+    step = int(extra.get("step", 0))
+    return Found(
+        folder=folder,
+        checkpoint=checkpoint,
+        run_id=choose_run_id(folder, name=config.run.name, from_checkpoint=extra.get("run_id")),
+        finished_step=step if checkpoint and step >= config.train.steps else None,
+        moved=moved,
+    )
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Rename a run folder to the first free `<name>.1`, `<name>.2` ...; nothing is deleted."""
+    if not folder.exists():
+        return None
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)
+    return target

@@ -1,0 +1,158 @@
+"""What a training run is made of: model chunks, optimizer, data, and how far it has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ext.config.layout import padded_vocab_size
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.stream import TokenStream, open_corpus
+from megatron_ext.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_ext.errors import ConfigError
+from megatron_ext.model.build import build_chunks
+from megatron_ext.model.init import initialize
+from megatron_ext.optim.build import build_optimizer
+from megatron_ext.parallel.mcore_config import ddp_config, transformer_config
+from megatron_ext.parallel.mesh import build_mesh
+from megatron_ext.parallel.runtime import Runtime
+
+
+@dataclass
+class TrainState:
+    """One rank's share of a run. `step` and `tokens` say how far it has come.
+
+    Attributes:
+        chunks: model chunks of this pipeline rank, wrapped for data parallelism.
+        tokens: tokens consumed; the data position and the learning rate follow from it.
+        first_evaluation: held-out loss before the first step, in nats; None if not measured.
+    """
+
+    config: RunConfig
+    runtime: Runtime
+    mesh: ProcessGroupCollection
+    tc: TransformerConfig
+    tokenizer: Tokenizer
+    vocab_size: int
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    train_data: TokenStream
+    held_out_data: TokenStream
+    run_id: str
+    step: int = 0
+    tokens: int = 0
+    first_evaluation: float | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the data sources, in the order of `MicroBatch.source`."""
+        return list(self.train_data.tokens_per_epoch)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens at the end of the run, with the batch size that is configured now."""
+        train = self.config.train
+        return self.tokens + (train.steps - self.step) * train.batch_tokens
+
+    def extra(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors, as plain JSON."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "run_id": self.run_id,
+            "seed": self.config.run.seed,
+            "vocab_size": self.vocab_size,
+            "tokenizer": self.tokenizer.fingerprint,
+            "first_evaluation": self.first_evaluation,
+        }
+
+    def restore(self, extra: dict[str, Any]) -> None:
+        """Take over what `extra` wrote."""
+        self.step, self.tokens = int(extra["step"]), int(extra["tokens"])
+        self.first_evaluation = extra.get("first_evaluation")
+
+
+def build_state(config: RunConfig, runtime: Runtime, *, run_id: str = "") -> TrainState:
+    """Create groups, open the data, build and initialise the model, and wrap it.
+
+    Raises:
+        ConfigError: the layout does not fit the ranks, or the vocabulary not the tokenizer.
+        DataError: a source cannot be read.
+    """
+    mesh = build_mesh(
+        config.parallel, seed=config.run.seed, timeout_seconds=config.run.timeout_seconds
+    )
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    vocab_size = choose_vocab_size(config, tokenizer)
+    train_data, held_out_data = (
+        open_corpus(config.data, seed=config.run.seed, tokenizer=tokenizer, split=split)
+        for split in ("train", "held_out")
+    )
+    tc = transformer_config(config)
+    chunks = build_chunks(config, tc, mesh, vocab_size=vocab_size)
+    initialize(chunks, seed=config.run.seed)
+    wrapped = [
+        DistributedDataParallel(
+            tc, ddp_config(config), chunk, disable_bucketing=number > 0, pg_collection=mesh
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+    optimizer = build_optimizer(config, wrapped, mesh)
+    connect(tc, wrapped, optimizer)
+    return TrainState(
+        config=config,
+        runtime=runtime,
+        mesh=mesh,
+        tc=tc,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        chunks=wrapped,
+        optimizer=optimizer,
+        train_data=train_data,
+        held_out_data=held_out_data,
+        run_id=run_id,
+    )
+
+
+def choose_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """The padded vocabulary size: as configured, else from the tokenizer. The same in every layout.
+
+    Raises:
+        ConfigError: the configured one is smaller than the tokenizer's.
+    """
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: {wanted}, but the tokenizer {config.data.tokenizer} has "
+            f"{tokenizer.vocab_size} tokens; use at least that, or leave model.vocab_size out"
+        )
+    return padded_vocab_size(wanted or tokenizer.vocab_size)
+
+
+def connect(
+    tc: TransformerConfig,
+    chunks: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+) -> None:
+    """Tell megatron-core's schedules how gradients are scaled, reduced and finished."""
+    tc.grad_scale_func = optimizer.scale_loss
+    tc.finalize_model_grads_func = finalize_model_grads
+    ddp = chunks[0].ddp_config
+    if ddp.overlap_grad_reduce:
+        hooks = [chunk.no_sync for chunk in chunks]
+        tc.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+
+
+def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
+    """Wait for weights that are still being gathered, before anything but a forward reads them."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
