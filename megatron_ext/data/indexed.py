@@ -54,7 +54,8 @@ class ShardWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = CODES[dtype]
         self._lengths: list[int] = []
-        self._partial = prefix.with_name(f".{prefix.name}.bin.partial")
+        # A process that outlived its killed parent must not write into the same file.
+        self._partial = prefix.with_name(f".{prefix.name}.bin.{os.getpid()}.partial")
         self._file = self._partial.open("wb")
         self._hasher = BlockHasher()
 
@@ -82,7 +83,7 @@ class ShardWriter:
         index = head + lengths.tobytes() + offsets.tobytes() + bounds.tobytes()
         index_hasher = BlockHasher()
         index_hasher.update(index)
-        partial = self.prefix.with_name(f".{self.prefix.name}.idx.partial")
+        partial = self.prefix.with_name(f".{self.prefix.name}.idx.{os.getpid()}.partial")
         with partial.open("wb") as file:
             file.write(index)
             file.flush()

@@ -7,30 +7,27 @@ noted in ``.work/``; a preparation that was interrupted takes them as they are a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import multiprocessing.connection
+import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.data.claim import WORK, alone, claim, clear
 from megatron_ext.data.indexed import ShardWriter, token_dtype
-from megatron_ext.data.manifest import (
-    FILE,
-    Manifest,
-    read_manifest,
-    write_json,
-    write_manifest,
-)
+from megatron_ext.data.manifest import Manifest, write_json, write_manifest
 from megatron_ext.data.readers import Broken, Piece, cut, digest, documents, expand
 from megatron_ext.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ext.errors import DataError
 
-WORK = ".work"
 Progress = Callable[[int, int, int], None]  # bytes of the unit, its documents, its tokens
 
 
@@ -98,22 +95,45 @@ def prepare(
         _Unit(number, pieces, output, options)
         for number, pieces in enumerate(cut(files, unit_bytes=options.unit_bytes))
     ]
-    done = _claim(output, files=files, inputs_digest=inputs_digest, overwrite=overwrite)
-    if isinstance(done, Manifest):
+    done = claim(output, files=files, inputs_digest=inputs_digest, overwrite=overwrite)
+    if done is not None:
         return done
+    with alone(output):
+        return _fill(
+            output,
+            name=name,
+            units=units,
+            tokenizer=tokenizer,
+            digest=inputs_digest,
+            workers=options.workers,
+            progress=progress,
+        )
+
+
+def _fill(
+    output: Path,
+    *,
+    name: str,
+    units: Sequence[_Unit],
+    tokenizer: Tokenizer,
+    digest: str,
+    workers: int,
+    progress: Callable[[int], Progress] | None,
+) -> Manifest:
+    """Make what is missing of a claimed folder."""
     report = progress(sum(unit.weight for unit in units)) if progress else _silent
     notes: dict[int, dict[str, Any]] = {}
-    for unit, note in _run(units, workers=options.workers):
+    for unit, note in _run(units, workers=workers):
         notes[unit.number] = note
         report(unit.weight, note["shard"]["documents"], note["shard"]["tokens"])
     ordered = [notes[unit.number] for unit in units]
     skipped = sum(note["skipped"] for note in ordered)
     shards = [note["shard"] for note in ordered if note["shard"]["documents"]]
     if not shards:
-        _clear(output)
+        clear(output)
         raise DataError(
-            f"{', '.join(map(str, inputs))}: no text in {len(files)} files ({skipped} documents "
-            "are empty or were skipped). Check the INPUT arguments, --pattern and --field"
+            f"{output}: no text for it in any input ({skipped} documents are empty or were "
+            "skipped). Check the INPUT arguments, --pattern and --field"
         )
     manifest = Manifest(
         source=name,
@@ -121,7 +141,7 @@ def prepare(
         documents=sum(shard["documents"] for shard in shards),
         tokens=sum(shard["tokens"] for shard in shards),
         skipped=skipped,
-        inputs=inputs_digest,
+        inputs=digest,
         shards=shards,
     )
     for note in ordered:  # an empty unit has made empty files
@@ -144,50 +164,6 @@ def _facts(tokenizer: Tokenizer) -> dict[str, Any]:
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }
-
-
-def _claim(
-    output: Path, *, files: Sequence[Path], inputs_digest: str, overwrite: bool
-) -> Manifest | None:
-    """Take the folder for this preparation; the manifest, when this one is finished already."""
-    # Only while unfinished do times count too: a file may change without changing its size.
-    plan = {"inputs": inputs_digest, "times": [path.stat().st_mtime_ns for path in files]}
-    plan_path = output / WORK / "plan.json"
-    if (output / FILE).exists():
-        if not overwrite:
-            manifest = read_manifest(output)
-            if manifest.inputs == inputs_digest:
-                return manifest
-            raise DataError(
-                f"{output / FILE}: this folder holds source {manifest.source} of other inputs or "
-                "options. Choose another --output, or add --overwrite to replace it"
-            )
-        _clear(output)
-    elif plan_path.exists():
-        if json.loads(plan_path.read_text(encoding="utf-8")) != plan:
-            if not overwrite:
-                raise DataError(
-                    f"{output}: an interrupted preparation of other inputs or options (or the "
-                    "input files changed since). Add --overwrite to start anew, or choose another "
-                    "--output"
-                )
-            _clear(output)
-    elif output.exists() and any(output.iterdir()):
-        raise DataError(
-            f"{output}: holds files, but no prepared source. Choose a new or empty --output"
-        )
-    (output / WORK).mkdir(parents=True, exist_ok=True)
-    write_json(plan_path, plan)
-    return None
-
-
-def _clear(output: Path) -> None:
-    """Remove what a preparation writes, and nothing else. The manifest goes first."""
-    (output / FILE).unlink(missing_ok=True)
-    for pattern in ("shard-*.bin", "shard-*.idx", ".shard-*.partial"):
-        for path in output.glob(pattern):
-            path.unlink()
-    shutil.rmtree(output / WORK, ignore_errors=True)
 
 
 def _run(units: Sequence[_Unit], *, workers: int) -> Iterator[tuple[_Unit, dict[str, Any]]]:
@@ -216,15 +192,28 @@ def _run(units: Sequence[_Unit], *, workers: int) -> Iterator[tuple[_Unit, dict[
                 yield running.pop(future), future.result()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     # spawn: forking a process that has threads (progress bar, pyarrow) can deadlock
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent)
     try:
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _follow_parent() -> None:
+    """End this worker when the command is killed; otherwise it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        sentinel = parent.sentinel
+
+        def watch() -> None:
+            multiprocessing.connection.wait([sentinel])
+            os._exit(1)
+
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _finished(unit: _Unit) -> dict[str, Any] | None:

@@ -221,7 +221,7 @@ def test_fingerprints_follow_content(hugging_face: Path, tiktoken_file: Path) ->
 
 
 def test_files_that_are_no_tokenizers_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such tokenizer. Allowed: byte"):
+    with pytest.raises(DataError, match="no such tokenizer"):
         load_tokenizer(str(tmp_path / "none.json"))
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(DataError, match="no Hugging Face tokenizer"):

@@ -8,9 +8,11 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_ext.config.schema import DataOptions
@@ -75,11 +77,11 @@ def as_zstd(folder: Path) -> Path:
 
 
 def as_parquet(folder: Path) -> Path:
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
+    import pyarrow
+    from pyarrow import parquet
 
     table = pyarrow.table({"text": TEXTS, "id": list(range(len(TEXTS)))})
-    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=1)
+    parquet.write_table(table, folder / "a.parquet", row_group_size=1)
     return folder / "a.parquet"
 
 
@@ -105,7 +107,7 @@ def test_every_format_gives_the_same_documents(
 
 @pytest.mark.parametrize("unit_bytes", range(1, 90, 8))
 def test_a_jsonl_file_may_be_cut_anywhere(tmp_path: Path, unit_bytes: int) -> None:
-    path = jsonl(tmp_path / "a.jsonl", TEXTS[:2] + ["end"])
+    path = jsonl(tmp_path / "a.jsonl", [*TEXTS[:2], "end"])
     path.write_bytes(path.read_bytes().rstrip(b"\n"))  # no newline at the end
     run([path], tmp_path / "out", unit_bytes=unit_bytes)
     assert texts(tmp_path / "out") == [*TEXTS[:2], "end"]
@@ -137,7 +139,7 @@ def test_an_interrupted_preparation_goes_on(
     with pytest.raises(KeyboardInterrupt):
         run([path], tmp_path / "out", unit_bytes=300)
     assert not (tmp_path / "out" / "manifest.json").exists()
-    (tmp_path / "out" / ".shard-00002.bin.partial").write_bytes(b"left by a killed process")
+    (tmp_path / "out" / ".shard-00002.bin.7.partial").write_bytes(b"left by a killed process")
     (tmp_path / "out" / "shard-00001.bin").write_bytes(b"cut")  # finished but damaged since
     again: list[int] = []
 
@@ -155,11 +157,41 @@ def test_an_interrupted_preparation_goes_on(
     assert again == [], "a finished folder is left as it is"
 
 
+def test_a_killed_command_goes_on_and_leaves_no_process(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 500 for i in range(700)])
+    arguments = [path, "--output", tmp_path / "out", "--workers", "2", "--shard-mib", "0.2"]
+    program = [sys.executable, ROOT / "data" / "prepare.py", *arguments]
+    work = tmp_path / "out" / ".work"
+    with subprocess.Popen([str(part) for part in program]) as killed:
+        deadline = time.monotonic() + 60
+        while not list(work.glob("shard-*.json")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with pytest.raises(DataError, match="another process is preparing"):
+            prepare(
+                [path],
+                output=tmp_path / "out",
+                name="out",
+                options=PrepareOptions(unit_bytes=int(0.2 * 2**20)),
+            )
+        workers = psutil.Process(killed.pid).children(recursive=True)
+        assert len(workers) >= 2
+        killed.kill()
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert alive == []
+    done = command(*arguments)
+    assert done.returncode == 0, done.stderr
+    run([path], tmp_path / "whole", unit_bytes=int(0.2 * 2**20))
+    whole, out = content(tmp_path / "whole"), content(tmp_path / "out")
+    del whole["manifest.json"], out["manifest.json"]  # they name different sources
+    assert whole == out
+
+
 def test_a_folder_of_other_inputs_is_not_touched(tmp_path: Path) -> None:
     first = jsonl(tmp_path / "a.jsonl", ["one"])
     second = jsonl(tmp_path / "b.jsonl", ["two"])
     run([first], tmp_path / "out")
-    with pytest.raises(DataError, match="holds source s of other inputs.*--overwrite"):
+    with pytest.raises(DataError, match=r"holds source s of other inputs.*--overwrite"):
         run([second], tmp_path / "out")
     prepare([second], output=tmp_path / "out", name="s", options=PrepareOptions(), overwrite=True)
     assert texts(tmp_path / "out") == ["two"]
@@ -177,7 +209,7 @@ def test_empty_sources_are_errors(tmp_path: Path) -> None:
         run([tmp_path / "nowhere"], tmp_path / "out")
     blank = tmp_path / "blank.txt"
     blank.write_text("")
-    with pytest.raises(DataError, match="no text in 1 files"):
+    with pytest.raises(DataError, match="no text for it in any input"):
         run([blank], tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -1,7 +1,8 @@
-"""The token stream: a pure function of (seed, position), whole, fair and blind to how it is read."""
+"""The token stream: a pure function of (seed, position), fair, and blind to how it is read."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -71,7 +72,7 @@ def test_any_split_into_reads_gives_the_same_stream(
     whole = make(lengths, weights, seed=seed).read(0, 600)
     stream = make(lengths, weights, seed=seed)
     bounds = sorted({0, 600, *cuts})
-    pairs = list(zip(bounds, bounds[1:], strict=False))
+    pairs = list(itertools.pairwise(bounds))
     parts = {a: stream.read(a, b - a) for a, b in reversed(pairs)}  # backwards: nothing is kept
     for name in ("tokens", "source", "document"):
         joined = np.concatenate([getattr(parts[a], name) for a, _ in pairs])
@@ -142,7 +143,7 @@ HELD_OUT = [2, 32, 33, 42, 53, 94, 142, 147]
 
 
 def test_a_permutation_is_fair() -> None:
-    """Each of 6 orders of 3 documents in 6000 epochs: 1000 expected, 5 standard deviations = 145."""
+    """6 orders of 3 documents in 6000 epochs: 1000 each, 5 standard deviations are 145."""
     orders = Counter(tuple(permutation(3, seed=0, name="x", epoch=e).tolist()) for e in range(6000))
     assert len(orders) == 6
     assert all(abs(count - 1000) < 145 for count in orders.values())
@@ -248,7 +249,7 @@ def test_isolated_documents_have_their_bounds() -> None:
     assert (np.diff(bounds) > 0).all()
     assert {16, 32} <= set(bounds.tolist())
     documents = stream.read(0, 49).document
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         assert len(set(documents[begin:end])) == 1
     inside = set(bounds.tolist()) - {0, 16, 32, 48}
     assert all(documents[i] != documents[i - 1] for i in inside)
@@ -274,6 +275,9 @@ def test_evaluation_counts_the_same_tokens_in_every_layout() -> None:
         ]
         assert len({len(batches) for batches in each}) == 1  # collectives need equal counts
         ordered = [batch for step in zip(*each, strict=True) for batch in step]
+        more = list(evaluation_batches(stream, tokens=120, data_rank=0, rounds=9, **arguments))
+        assert len(more) == max(9, len(each[0]))
+        assert all((batch.loss_mask == 0).all() for batch in more[len(each[0]) :])
         counted = flat(ordered, "labels")[flat(ordered, "loss_mask") > 0]
         np.testing.assert_array_equal(counted, wanted)
 
