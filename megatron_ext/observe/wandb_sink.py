@@ -18,7 +18,6 @@ from megatron_ext.observe.run_files import plain
 if TYPE_CHECKING:
     import wandb
 
-_INIT_SECONDS = 45.0
 _FINISH_SECONDS = 120.0
 
 
@@ -33,6 +32,7 @@ class WandbSink:
         config: the configuration; secrets are redacted before they leave.
         resume_step: the step that training goes on from.
         warn: called with one line when something does not work. Nothing is ever raised.
+        init_seconds: how long the server may take to answer before the run goes offline.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class WandbSink:
         config: Mapping[str, Any],
         resume_step: int,
         warn: Callable[[str], None],
+        init_seconds: float = 30.0,
     ) -> None:
         self._folder = folder
         self._warn = warn
@@ -68,6 +69,7 @@ class WandbSink:
                 run_id=run_id,
                 name=name,
                 config=config,
+                init_seconds=init_seconds,
             )
 
         if online:
@@ -75,6 +77,8 @@ class WandbSink:
                 start("online")
             except Exception as error:
                 online = False
+                # The service keeps the id of a run that failed to start as "in use".
+                _end_service()
                 warn(f"wandb: cannot go online ({_short(error)}); the run is recorded offline")
         if not online:
             try:
@@ -109,6 +113,8 @@ class WandbSink:
             return
         try:
             run.finish(exit_code=0 if code in (0, 10) else code)
+            # `finish` returns up to 0.2 s before the last records are in the file.
+            _end_service()
         except Exception as error:
             self._warn(
                 f"wandb: {_short(error)} at the end; `wandb sync` on {self._folder / 'wandb'} "
@@ -120,6 +126,7 @@ class WandbSink:
         try:
             import wandb
 
+            wandb.setup(settings=wandb.Settings(silent=True))  # login is talkative otherwise
             return bool(wandb.login(prompt=False, verify=False))
         except Exception:
             return False
@@ -133,11 +140,12 @@ def _start(
     run_id: str,
     name: str,
     config: Mapping[str, Any],
+    init_seconds: float,
 ) -> wandb.Run:
     import wandb  # 0.6 s, and only runs that use it pay
 
     settings = wandb.Settings(
-        init_timeout=_INIT_SECONDS,
+        init_timeout=init_seconds,
         finish_timeout=_FINISH_SECONDS,  # a dead network must not keep a finished job allocated
         console="off",  # standard output is ours; wrapping it breaks the progress bar
         save_code=False,
@@ -159,6 +167,16 @@ def _start(
     run.define_metric("tokens")
     run.define_metric("*", step_metric="tokens")
     return run
+
+
+def _end_service() -> None:
+    """End wandb's service process, and with it wait for what it still has to write."""
+    try:
+        import wandb
+
+        wandb.teardown()
+    except Exception:
+        return  # nothing depends on it: what is wrong shows when a run starts or ends
 
 
 def _short(error: Exception) -> str:

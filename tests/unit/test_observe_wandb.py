@@ -31,7 +31,14 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "no-config"))
 
 
-def open_sink(folder: Path, warnings: list[str], mode: Wandb, resume_step: int = 0) -> WandbSink:
+def open_sink(
+    folder: Path,
+    warnings: list[str],
+    mode: Wandb,
+    *,
+    resume_step: int = 0,
+    init_seconds: float = 30,
+) -> WandbSink:
     return WandbSink(
         folder,
         logging=LoggingOptions(wandb=mode),
@@ -40,6 +47,7 @@ def open_sink(folder: Path, warnings: list[str], mode: Wandb, resume_step: int =
         config=CONFIG,
         resume_step=resume_step,
         warn=warnings.append,
+        init_seconds=init_seconds,
     )
 
 
@@ -85,29 +93,26 @@ def test_without_a_key_it_goes_offline_with_one_warning(tmp_path: Path) -> None:
     assert wandb_offline.read(folder)["history"][0]["_step"] == 1
 
 
-def test_an_online_failure_falls_back_to_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_unreachable_server_is_one_warning_and_an_offline_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import wandb
 
-    calls = []
-    real = wandb.init
-
-    def init(**arguments: object) -> object:
-        calls.append(arguments["mode"])
-        if arguments["mode"] == "online":
-            raise TimeoutError("no route to host")
-        return real(**arguments)
-
-    monkeypatch.setattr(wandb, "login", lambda **_: True)
-    monkeypatch.setattr(wandb, "init", init)
+    wandb.teardown()  # its service read the address of the server when an earlier test started it
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     warnings: list[str] = []
-    sink = open_sink(tmp_path, warnings, Wandb.online)
+    sink = open_sink(tmp_path, warnings, Wandb.auto, init_seconds=2)
     sink.write(1, {"loss": 1.0})
     sink.close(0)
-    assert calls == ["online", "offline"]
+    wandb.teardown()
     (warning,) = warnings
-    assert "no route to host" in warning
+    assert "cannot go online" in warning
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    launch = wandb_offline.read(folder)
+    assert launch["run_id"] == "small-1234"
+    assert launch["history"][0]["_step"] == 1
+    assert capfd.readouterr() == ("", "")  # the console is ours
 
 
 class BrokenRun:
