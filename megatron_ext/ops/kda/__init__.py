@@ -1,9 +1,10 @@
 """Kimi Delta Attention (KDA): linear attention with a decay for every channel and a delta rule.
 
-``kda`` takes raw projections; ``chunk_kda`` (``dense``) and ``recurrent_kda`` (``reference``) take a
+``kda`` takes raw projections; ``chunk_kda`` (dense) and ``recurrent_kda`` (reference) take a
 log-decay. The formula, shapes and range analysis stand in ``docs/kda.md``.
 """
 
+# ruff: noqa: N803  (A_log is the name of the parameter in every checkpoint)
 from __future__ import annotations
 
 import torch

@@ -32,7 +32,7 @@ def short_conv_reference(
     batch, tokens, channels = x.shape
     taps = weight.shape[1]
     lengths = document_lengths(cu_seqlens, batch=batch, tokens=tokens)
-    pieces = list(x) if lengths is None else list(x[0].split(lengths))
+    pieces = list(x) if lengths is None else list(torch.split(x[0], lengths))
     outputs: list[Tensor] = []
     finals: list[Tensor] = []
     for index, piece in enumerate(pieces):
@@ -85,7 +85,7 @@ def short_conv_dense(
             rows = F.pad(data, (0, 0, before, 0))
         else:
             rows = torch.cat((initial_state.to(dtype).transpose(1, 2), data), 1)
-        y = DepthwiseSilu.apply(rows, weight.to(dtype)).to(x.dtype)
+        y = _depthwise_silu(rows, weight.to(dtype)).to(x.dtype)
         final = rows[:, tokens:].transpose(1, 2) if output_final_state else None
         return y, final
     length = torch.tensor(lengths, dtype=torch.int64)
@@ -102,7 +102,7 @@ def short_conv_dense(
     if tokens == 0:
         y = x
     else:
-        y = DepthwiseSilu.apply(rows[None], weight.to(dtype)).to(x.dtype)
+        y = _depthwise_silu(rows[None], weight.to(dtype)).to(x.dtype)
         y = y.index_select(1, position - before)
     if not output_final_state:
         return y, None
@@ -133,6 +133,11 @@ class DepthwiseSilu(torch.autograd.Function):
             d_rows[:, i : i + tokens].addcmul_(grad, weight[:, i])
             d_weight[:, i] = torch.einsum("btc,btc->c", grad, rows[:, i : i + tokens])
         return d_rows, d_weight
+
+
+def _depthwise_silu(rows: Tensor, weight: Tensor) -> Tensor:
+    y: Tensor = DepthwiseSilu.apply(rows, weight)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _taps(rows: Tensor, weight: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 With Gamma the decay since the start of a chunk (Kimi Linear, equations 2 to 9):
 
     L = StrictTril(Diag(beta) (Gamma*K) (K/Gamma)^T)      A = Tril((Gamma*Q) (K/Gamma)^T)
-    M = (I + L)^-1 Diag(beta)      W = M (Gamma*K)      U = M V
+    [W, U] = (I + L)^-1 Diag(beta) [Gamma*K, V]
     O = (Gamma*Q) S + A (U - W S)
     S <- Diag(Gamma_C) S + ((Gamma_C/Gamma)*K)^T (U - W S)
 
@@ -19,11 +19,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_ext.ops.kda.chunked import ChunkedKda
 from megatron_ext.ops.kda.documents import chunk_layout, document_lengths, from_chunks, to_chunks
 from megatron_ext.ops.kda.gate import compute_dtype
-from megatron_ext.ops.kda.solve import UnitLowerInverse
-from megatron_ext.ops.kda.sweep import StateSweep
-from megatron_ext.ops.kda.tiles import CHUNK, MAX_NATS, TILE, chunk_products
+from megatron_ext.ops.kda.tiles import CHUNK, MAX_NATS, TILE
 
 
 def check_log_decay(g: Tensor, *, lower_bound: float) -> None:
@@ -38,9 +37,9 @@ def check_log_decay(g: Tensor, *, lower_bound: float) -> None:
     # Rounding of the gate's own sigmoid may exceed the bound by an ulp, never by more.
     if not (low >= lower_bound * (1 + 1e-6) and high <= 0.0):
         raise ValueError(
-            f"g: given a log-decay in [{low:g}, {high:g}], allowed [{lower_bound:g}, 0] on the dense "
-            "path, whose tiles overflow outside it; bound the gate, or pass lower_bound=None for the "
-            "element-wise path"
+            f"g: given a log-decay in [{low:g}, {high:g}], allowed [{lower_bound:g}, 0] on the "
+            "dense path, whose tiles overflow outside it; bound the gate, or pass "
+            "lower_bound=None for the element-wise path"
         )
 
 
@@ -65,12 +64,12 @@ def chunk_kda(
         v: values [B, T, H, V].
         g: log-decay [B, T, H, K], in nats, within [lower_bound, 0].
         beta: write strength [B, T, H], in [0, 1].
-        lower_bound: of ``g``, in [-5.4, 0); None: unbounded, with diagonal tiles computed element by
-            element (slower).
+        lower_bound: of ``g``, in [-5.4, 0); None: unbounded, with diagonal tiles computed element
+            by element (slower).
         cu_seqlens: document offsets [N + 1], int32 or int64; then B must be 1.
         initial_state: [N or B, H, K, V]; zero when None.
         output_final_state: also return the state after each document.
-        check: look at ``g`` (one pass, one synchronisation); off where it is bounded by construction.
+        check: look at ``g`` (one pass, one synchronisation); off where its form bounds it.
 
     Returns:
         Output [B, T, H, V] in the dtype of ``v``; final state [N or B, H, K, V] in float32 (float64
@@ -101,16 +100,14 @@ def chunk_kda(
         if layout.order is not None:
             state = state.index_select(0, layout.order)
     if tokens == 0:
-        return v, initial_state if output_final_state else None
+        final = state if initial_state is None else initial_state.to(dtype)
+        return v, final if output_final_state else None
     qc, kc, vc, gc, bc = (
         to_chunks(x.to(dtype), layout=layout) for x in (q, k, v, g, beta.unsqueeze(-1))
     )
-    parts = chunk_products(qc, kc, gc, tile=TILE, lower_bound=lower_bound)
-    inverse: Tensor = UnitLowerInverse.apply(bc * parts.kk, TILE)
-    m = inverse * bc.transpose(-1, -2)
-    w, u = m @ parts.k_in, m @ vc
-    states, new, final = StateSweep.apply(w, u, parts.k_out, parts.decay, state, layout.active)
-    out = parts.q_in @ states + parts.qk @ new
+    out, final = ChunkedKda.apply(  # type: ignore[no-untyped-call]
+        qc, kc, vc, gc, bc, state, layout.active, lower_bound
+    )
     out = from_chunks(out, layout=layout, batch=batch, tokens=tokens).to(v.dtype)
     if not output_final_state:
         return out, None

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, N documents, C tokens a chunk, X chunks of all docume
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,8 +28,8 @@ def document_lengths(cu_seqlens: Tensor | None, *, batch: int, tokens: int) -> l
         return None
     if batch != 1:
         raise ValueError(
-            f"cu_seqlens: given with batch {batch}, allowed 1; flatten [B, T] to [1, B * T] and add "
-            "the offset of each row"
+            f"cu_seqlens: given with batch {batch}, allowed 1; flatten [B, T] to [1, B * T] and "
+            "add the offset of each row"
         )
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
         raise ValueError(
@@ -36,7 +37,7 @@ def document_lengths(cu_seqlens: Tensor | None, *, batch: int, tokens: int) -> l
             "dimension of int32 or int64"
         )
     offsets: list[int] = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
     if not lengths or offsets[0] != 0 or offsets[-1] != tokens or min(lengths) < 0:
         raise ValueError(
             f"cu_seqlens: given {_short(offsets)} for {tokens} tokens, allowed offsets that start "

@@ -3,6 +3,7 @@
 fla is imported at the first call, not with this module: its import takes seconds.
 """
 
+# ruff: noqa: N803  (A_log is the name of the parameter in every checkpoint)
 from __future__ import annotations
 
 import importlib.util
@@ -42,8 +43,8 @@ def fla_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """``kda`` of this package with norm, gate and sigmoid fused into fla's kernels.
 
-    Products run on tensor cores: bfloat16 inputs give about 4e-3 relative error, float32 inputs that
-    of TF32. Arguments as ``megatron_ext.ops.kda.kda``.
+    Products run on tensor cores: bfloat16 inputs give about 4e-3 relative error, float32 inputs
+    that of TF32. Arguments as ``megatron_ext.ops.kda.kda``.
 
     Raises:
         ValueError: an input that fla cannot take.
@@ -59,14 +60,12 @@ def fla_kda(
         raise ValueError(
             f"lower_bound: given {lower_bound:g}, allowed [{LOWEST_BOUND:g}, 0) with backend fla"
         )
-    document_lengths_checked_by_fla = cu_seqlens is not None and q.shape[0] != 1
-    if document_lengths_checked_by_fla:
+    if cu_seqlens is not None and q.shape[0] != 1:  # raises; offsets are not read back from the GPU
         document_lengths(cu_seqlens, batch=q.shape[0], tokens=q.shape[1])
     from fla.ops.kda import chunk_kda
 
     # A slope of exp(0) = 1 is the gate without A_log; older releases of fla do not accept None.
     slope = A_log if A_log is not None else dt_bias.new_zeros(q.shape[2])
-    # fla wants one dtype for the tensors of its products; bfloat16 parameters stay as they are.
     result: tuple[Tensor, Tensor | None] = chunk_kda(
         q=q.contiguous(),
         k=k.contiguous(),

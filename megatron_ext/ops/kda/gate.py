@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, H heads, K width of a query and key head.
 Source of the formulas: Kimi Linear (gate ``softplus``) and Kimi K3 section 2.1 (gate ``bounded``).
 """
 
+# ruff: noqa: N803  (A_log is the name of the parameter in every checkpoint)
 from __future__ import annotations
 
 import torch

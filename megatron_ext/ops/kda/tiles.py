@@ -1,20 +1,24 @@
 """Decayed products between the tokens of a chunk, tile by tile.
 
-Wanted: A[i, j] = sum_c q[i, c] k[j, c] exp(G[i, c] - G[j, c]) for j <= i, where G is the running sum
-of the log-decay. The exponent is never positive, but as a matrix product it must be split into a row
+Wanted: A[i, j] = sum_c q[i, c] k[j, c] exp(G[i, c] - G[j, c]) for j <= i, with G the running sum of
+the log-decay. The exponent is never positive, but as a matrix product it must be split into a row
 factor and a column factor, and one of them grows. So a chunk of C tokens is cut into tiles of t:
 
 * Off the diagonal both factors refer to the boundary before the row tile: rows decay after it,
-  columns decay towards it, every exponent is <= 0, and nothing can overflow under any gate.
-* On the diagonal both refer to the boundary before the tile itself: rows exp(x), columns exp(-x) with
-  x >= t * lower_bound. With lower_bound -5 and t = 16 that is at most e^80 = 5.5e34 < 3.4e38.
-  Above the diagonal the product is junk, but finite junk, which a select removes afterwards; it
-  must not be a multiplication by zero, or one infinity would turn into NaN.
+  columns decay towards it. Nothing can overflow, under any gate.
+* On the diagonal both refer to the boundary before the tile itself: rows exp(x), columns exp(-x),
+  with x >= t * lower_bound. For -5 and t = 16 that is at most e^80 = 5.5e34 < 3.4e38. Above the
+  diagonal the product is junk, but finite junk, which a select removes afterwards (a product with
+  zero would turn an infinity into NaN).
 
-Rows are multiplied by a power of two and columns divided by it, so that both factors stay within
-e^(+-40): without it a row would be as small as e^-80 = 1.8e-35, and a gradient below 1e-3 times that is
-a denormal number. A power of two changes no digit. A data-dependent midpoint would centre as well, but
-then the rounding of early tokens would depend on later gates: no longer strictly causal.
+Row factors are multiplied by a power of two s near e^40 and column factors divided by it, so both
+stay within e^(+-40). Else a row would be as small as e^-80 = 2e-35, and with it the gradients of a
+loss averaged over a large batch would fall below the smallest float32. A power of two changes no
+digit. A midpoint of the tile's own decay would centre as well, but then the rounding of early tokens
+would depend on later gates: no longer strictly causal.
+
+Forward and backward are written out: the backward of autograd multiplies by s and by exp(-x) one
+after the other, which leaves the range again.
 
 Shapes: X chunks, H heads, C tokens a chunk, n tiles of t tokens, K width of a key head.
 """
@@ -27,14 +31,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_ext.ops.kda.diagonal import elementwise_tile
+
 TILE = 16
 CHUNK = 64
 MAX_NATS = 87.0  # exp(87) = 6.1e37 is finite in float32 and exp(-87) = 1.6e-38 a normal number
 
 
 @dataclass(frozen=True)
-class ChunkProducts:
-    """What the rest of the chunk algorithm needs from the decay."""
+class Factors:
+    """Row and column factors of one block of chunks, and the decays between tiles."""
+
+    rise: Tensor  # [X, H, n, t, K] s * decay since the boundary before the tile
+    q: Tensor  # [X, H, n, t, K] queries
+    k: Tensor  # [X, H, n, t, K] keys
+    rows: Tensor  # [X, H, n, 2t, K] queries, then keys, times rise
+    fall: Tensor  # [X, H, n, t, K] what a key is multiplied with to give its column
+    column: Tensor  # [X, H, n, t, K] keys times fall
+    total: Tensor  # [X, H, n, 1, K] decay over each tile
+    before: Tensor  # [X, H, n, 1, K] decay from the start of the chunk to the tile, divided by s
+    x: Tensor  # [X, H, n, t, K] log-decay since the boundary before the tile
+    scale: float  # s
+    matrix: bool  # diagonal tiles are matrix products (bounded gate)
+
+
+@dataclass(frozen=True)
+class Products:
+    """What the chunk algorithm needs from the decay."""
 
     qk: Tensor  # [X, H, C, C] lower triangle with the diagonal
     kk: Tensor  # [X, H, C, C] strictly lower triangle
@@ -45,22 +68,22 @@ class ChunkProducts:
 
 
 def centring(*, tile: int, lower_bound: float) -> float:
-    """Power of two next to exp(tile * |lower_bound| / 2), the middle of the range of a row factor."""
-    return 2.0 ** round(-lower_bound * tile / 2 / math.log(2.0))
+    """Power of two next to exp(tile * |lower_bound| / 2), the middle of a row factor's range."""
+    return float(2.0 ** round(-lower_bound * tile / 2 / math.log(2.0)))
 
 
 def max_inverse_decay(g: Tensor, *, tile: int = TILE) -> Tensor:
     """Largest |1 / Gamma| that the diagonal product of each tile meets; inf where it overflows.
 
     Gamma is the decay from the boundary before the tile to a token of it. With a gate in
-    [lower_bound, 0] it is at most exp(-tile * lower_bound).
+    [lower_bound, 0] its inverse is at most exp(-tile * lower_bound).
 
     Args:
         g: log-decay [B, T, H, K] (each row one document), in nats.
         tile: tokens a tile.
 
     Returns:
-        [B, ceil(T / tile), H] in the dtype of the computation.
+        [B, ceil(T / tile), H], float32 or float64.
     """
     batch, tokens, heads, width = g.shape
     g = g.to(torch.promote_types(g.dtype, torch.float32))
@@ -69,91 +92,159 @@ def max_inverse_decay(g: Tensor, *, tile: int = TILE) -> Tensor:
     return total.neg().exp().amax(dim=(2, 4))
 
 
+def factors(q: Tensor, k: Tensor, g: Tensor, *, tile: int, lower_bound: float | None) -> Factors:
+    """Row and column factors of every tile; arguments as ``chunk_products``."""
+    shape = (*q.shape[:2], q.shape[2] // tile, tile, q.shape[3])
+    q, k = q.view(shape), k.view(shape)
+    x = g.view(shape).cumsum(-2)
+    rise = x.exp()
+    total = rise[..., -1:, :].clone()
+    scale = 1.0
+    if lower_bound is None:
+        fall = (x[..., -1:, :] - x).exp_()  # towards the boundary after the tile
+    else:
+        scale = centring(tile=tile, lower_bound=lower_bound)
+        rise *= scale
+        fall = rise.reciprocal()  # back to the boundary before the tile
+    before = torch.empty_like(total)
+    before[:, :, 0] = 1 / scale
+    torch.cumprod(total[:, :, :-1], 2, out=before[:, :, 1:])
+    before[:, :, 1:] /= scale
+    rows = rise.new_empty(*shape[:3], 2 * tile, shape[4])
+    torch.mul(q, rise, out=rows[..., :tile, :])
+    torch.mul(k, rise, out=rows[..., tile:, :])
+    return Factors(
+        rise, q, k, rows, fall, k * fall, total, before, x, scale, lower_bound is not None
+    )
+
+
 def chunk_products(
     q: Tensor, k: Tensor, g: Tensor, *, tile: int, lower_bound: float | None
-) -> ChunkProducts:
-    """All decayed products of every chunk.
+) -> Products:
+    """All decayed products of every chunk; no gradient (see ``chunk_products_backward``).
 
     Args:
-        q: [X, H, C, K]; C is a multiple of ``tile``.
+        q: [X, H, C, K], contiguous; C is a multiple of ``tile``.
         k: [X, H, C, K].
         g: log-decay [X, H, C, K], within [lower_bound, 0]. Not checked here: a gate that breaks the
             bound overflows to inf and NaN.
         tile: tokens a tile.
-        lower_bound: of ``g``; None: no bound, and the diagonal tiles are computed element by element.
+        lower_bound: of ``g``; None: no bound, the diagonal tiles are computed element by element.
     """
+    f = factors(q, k, g, tile=tile, lower_bound=lower_bound)
+    chunks, heads, size, _ = q.shape
+    count = size // tile
+    both = q.new_zeros(chunks, heads, count, 2 * tile, size)
+    columns = torch.empty_like(q)
+    for i in range(count):
+        here = slice(i * tile, (i + 1) * tile)
+        if f.matrix:
+            columns[:, :, here] = f.column[:, :, i]
+        else:
+            both[:, :, i, :, here] = elementwise_tile(f.q[:, :, i], f.k[:, :, i], f.x[:, :, i])
+        stop = (i + 1) * tile if f.matrix else i * tile
+        both[:, :, i, :, :stop] = f.rows[:, :, i] @ columns[:, :, :stop].transpose(-1, -2)
+        columns[:, :, :stop] *= f.total[:, :, i]
+        if not f.matrix:
+            columns[:, :, here] = f.column[:, :, i]
+    qk = both[:, :, :, :tile].reshape(chunks, heads, size, size)
+    kk = both[:, :, :, tile:].reshape(chunks, heads, size, size)
+    since = (f.rows * f.before).view(chunks, heads, count, 2, tile, -1)
+    return Products(
+        qk=qk.tril_(),  # tril selects: it writes zeros, whatever stood there
+        kk=kk.tril_(-1),
+        q_in=since[:, :, :, 0].reshape(q.shape),
+        k_in=since[:, :, :, 1].reshape(q.shape),
+        k_out=columns.mul_(f.scale),
+        decay=(f.before[:, :, -1, 0] * f.total[:, :, -1, 0]).mul_(f.scale),
+    )
+
+
+def chunk_products_backward(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    grad: Products,
+    *,
+    tile: int,
+    lower_bound: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and g, given those of every product, and ``k_in`` once more.
+
+    Shapes as ``chunk_products``.
+    ``grad.qk`` and ``grad.kk`` may hold anything above their triangles.
+    """
+    f = factors(q, k, g, tile=tile, lower_bound=lower_bound)
     chunks, heads, size, width = q.shape
     count = size // tile
-    shape = (chunks, heads, count, tile, width)
-    q, k = q.view(shape), k.view(shape)
-    x = g.view(shape).cumsum(-2)  # decay since the boundary before the tile, own token included
-    total = x[..., -1:, :]
-    rise = x.exp()
-    q_rise, k_rise = q * rise, k * rise
-    k_fall = k * (total - x).exp()  # decayed until the boundary after the tile
-    if lower_bound is None:
-        scale = 1.0
-        column = None
-    else:
-        scale = centring(tile=tile, lower_bound=lower_bound)
-        column = k * (x.neg().exp() * (1 / scale))
-    rows = (
-        torch.cat((q_rise, k_rise), -2) * scale if scale != 1.0 else torch.cat((q_rise, k_rise), -2)
-    )
-    decay = total.exp()
+    tiled = f.q.shape
+    # q_i k_i on the diagonal does not decay. Left to the tiles, its two gradients of the gate would
+    # cancel only up to rounding, and under strong decay that rounding would be all there is.
+    diagonal = grad.qk.diagonal(dim1=-2, dim2=-1)[..., None]
+    both = torch.empty(chunks, heads, count, 2, tile, size, dtype=q.dtype, device=q.device)
+    both[:, :, :, 0] = grad.qk.tril(-1).view(chunks, heads, count, tile, size)
+    both[:, :, :, 1] = grad.kk.tril(-1).view(chunks, heads, count, tile, size)
+    both = both.view(chunks, heads, count, 2 * tile, size)
 
-    products: list[Tensor] = []
-    columns: Tensor | None = (
-        None  # of all earlier tiles, decayed until the boundary before this one
-    )
+    columns = torch.empty_like(q)
+    saved: list[Tensor] = []  # the columns that each row tile met
     for i in range(count):
-        parts: list[Tensor] = []
-        if columns is not None:
-            parts.append(columns * (1 / scale) if scale != 1.0 else columns)
-        if column is not None:
-            parts.append(column[:, :, i])
-        row = rows[:, :, i]
-        width_ij = (i + 1) * tile if column is not None else i * tile
-        if parts:
-            right = torch.cat(parts, -2) if len(parts) > 1 else parts[0]
-            block = row @ right.transpose(-1, -2)
-        else:
-            block = row.new_zeros(chunks, heads, 2 * tile, 0)
-        if column is None:
-            block = torch.cat((block, _elementwise(q[:, :, i], k[:, :, i], x[:, :, i])), -1)
-            width_ij += tile
-        products.append(torch.nn.functional.pad(block, (0, size - width_ij)))
-        here = k_fall[:, :, i]
-        if columns is None:
-            columns = here
-        else:
-            columns = torch.cat((columns * decay[:, :, i], here), -2)
-    assert columns is not None
-    both = torch.stack(products, 2).view(chunks, heads, count, 2, tile, size)
-    qk = both[:, :, :, 0].reshape(chunks, heads, size, size)
-    kk = both[:, :, :, 1].reshape(chunks, heads, size, size)
-    index = torch.arange(size, device=q.device)
-    zero = qk.new_zeros(())
-    before = torch.cat((torch.ones_like(total[:, :, :1]), decay.cumprod(2)[:, :, :-1]), 2)
-    return ChunkProducts(
-        qk=torch.where(index[:, None] >= index, qk, zero),
-        kk=torch.where(index[:, None] > index, kk, zero),
-        q_in=(q_rise * before).view(chunks, heads, size, width),
-        k_in=(k_rise * before).view(chunks, heads, size, width),
-        k_out=columns,
-        decay=total.sum(2).squeeze(-2).exp(),
-    )
+        here = slice(i * tile, (i + 1) * tile)
+        if f.matrix:
+            columns[:, :, here] = f.column[:, :, i]
+        stop = (i + 1) * tile if f.matrix else i * tile
+        saved.append(columns[:, :, :stop].clone())
+        columns[:, :, :stop] *= f.total[:, :, i]
+        if not f.matrix:
+            columns[:, :, here] = f.column[:, :, i]
+
+    # Logarithmic gradients: of log(total) of each tile, at first what reaches it through `before`
+    # of later tiles and through `decay`.
+    since = (f.rows * f.before).view(chunks, heads, count, 2, tile, width)
+    d_since = torch.stack((grad.q_in.view(tiled), grad.k_in.view(tiled)), 3)
+    d_rows = (d_since * f.before[:, :, :, None]).view(chunks, heads, count, 2 * tile, width)
+    d_before = (since * d_since).sum((3, 4))  # [X, H, n, K]
+    chunk_decay = (f.before[:, :, -1, 0] * f.total[:, :, -1, 0]).mul_(f.scale)
+    d_total = d_before.flip(2).cumsum(2).flip(2) - d_before
+    d_total += (grad.decay * chunk_decay)[:, :, None]
+
+    d_columns = grad.k_out * f.scale
+    d_column = torch.empty(tiled, dtype=q.dtype, device=q.device)
+    for i in reversed(range(count)):
+        here = slice(i * tile, (i + 1) * tile)
+        if not f.matrix:
+            d_column[:, :, i] = d_columns[:, :, here]
+        stop = (i + 1) * tile if f.matrix else i * tile
+        part = d_columns[:, :, :stop]
+        part *= f.total[:, :, i]
+        d_total[:, :, i] += (part * saved[i]).sum(2)
+        block = both[:, :, i, :, :stop]
+        part += block.transpose(-1, -2) @ f.rows[:, :, i]
+        d_rows[:, :, i] += block @ saved[i]
+        if f.matrix:
+            d_column[:, :, i] = d_columns[:, :, here]
+
+    d_q = d_rows[..., :tile, :] * f.rise
+    d_k = d_rows[..., tile:, :] * f.rise
+    fallen = d_column * f.fall
+    d_x = torch.mul(d_q, f.q).addcmul_(d_k - fallen, f.k)
+    d_k += fallen
+    if not f.matrix:
+        d_total += (d_column * f.column).sum(-2)
+        for i in range(count):
+            here = slice(i * tile, (i + 1) * tile)
+            tile_grads = _elementwise_backward(f, i, both[:, :, i, :, here])
+            for target, value in zip((d_q, d_k, d_x), tile_grads, strict=True):
+                target[:, :, i] += value
+    d_x[..., -1, :] += d_total
+    d_q.view(q.shape).addcmul_(diagonal, k)
+    d_k.view(q.shape).addcmul_(diagonal, q)
+    d_g = d_x.flip(-2).cumsum(-2).flip(-2)
+    k_in = since[:, :, :, 1].reshape(q.shape)
+    return d_q.view(q.shape), d_k.view(q.shape), d_g.view(q.shape), k_in
 
 
-def _elementwise(q: Tensor, k: Tensor, x: Tensor) -> Tensor:
-    """Diagonal tiles under any gate: one column at a time, exponent clamped before the exponential.
-
-    Never holds more than one [X, H, t, K] exponent at once in the forward.
-    """
-    tile = q.shape[-2]
-    both = torch.stack((q, k), -3)  # [X, H, 2, t, K]
-    columns: list[Tensor] = []
-    for j in range(tile):
-        weight = (x - x[..., j : j + 1, :]).clamp(max=0.0).exp() * k[..., j : j + 1, :]
-        columns.append((both * weight.unsqueeze(-3)).sum(-1))
-    return torch.stack(columns, -1).flatten(-3, -2)
+def _elementwise_backward(f: Factors, index: int, grad: Tensor) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        leaves = [t[:, :, index].detach().requires_grad_() for t in (f.q, f.k, f.x)]
+        return torch.autograd.grad(elementwise_tile(*leaves), leaves, grad)

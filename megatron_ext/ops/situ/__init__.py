@@ -34,5 +34,5 @@ def situ_glu(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float) -> Te
         )
     if beta <= 0 or linear_beta <= 0:
         raise ValueError(f"situ_glu: given bounds {beta} and {linear_beta}, allowed > 0")
-    out: Tensor = SituGlu.apply(gate, up, beta, linear_beta)
+    out: Tensor = SituGlu.apply(gate, up, beta, linear_beta)  # type: ignore[no-untyped-call]
     return out
