@@ -131,7 +131,8 @@ class DepthwiseSilu(torch.autograd.Function):
         d_weight = torch.empty_like(weight)
         for i in range(taps):
             d_rows[:, i : i + tokens].addcmul_(grad, weight[:, i])
-            d_weight[:, i] = torch.einsum("btc,btc->c", grad, rows[:, i : i + tokens])
+            # not an einsum: that is a batched product with a batch a channel, 10 times slower here
+            d_weight[:, i] = (grad * rows[:, i : i + tokens]).sum((0, 1))
         return d_rows, d_weight
 
 
