@@ -67,15 +67,9 @@ def load(
     later = _adapt_precision(request, stored)
     _drop_absent_extra_states(request["model"], stored)
     _check(path, request, later, stored, device=_device(chunks), weights_only=optimizer is None)
-    try:
-        loaded = _read(request, path)
-        for (part, index), tensor in (_read(later, path) if later else {}).items():
-            loaded["optimizer"][part][index]["fp32_param"] = tensor
-    except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error}). Resume from another checkpoint: write its name into "
-            f"{path.parent / paths.LATEST}"
-        ) from error
+    loaded = _read(path, request)
+    for (part, index), tensor in (_read(path, later) if later else {}).items():
+        loaded["optimizer"][part][index]["fp32_param"] = tensor
     for index, chunk in enumerate(chunks):
         # Not strict: buffers and extra states that a backend adds need not be in a checkpoint.
         state.unwrap(chunk).load_state_dict(loaded["model"][f"chunk_{index}"], strict=False)
@@ -87,9 +81,23 @@ def load(
     return extra
 
 
-def _read(request: dict[Any, Any], path: Path) -> dict[Any, Any]:
-    # A shallow request: megatron-core changes the nested dictionaries that it is given.
-    return dist_checkpointing.load(request, str(path), validate_access_integrity=False)
+def _read(path: Path, request: dict[Any, Any]) -> dict[Any, Any]:
+    """Read what is asked for, without any communication but agreement on failure."""
+    problem, loaded = [], {}
+    try:
+        loaded = dist_checkpointing.load(request, str(path), validate_access_integrity=False)
+    except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
+        problem.append(_damaged(path, error))
+    _raise_together(path, problem)
+    return loaded
+
+
+def _damaged(path: Path, error: BaseException) -> str:
+    reason = " ".join(str(error).split())[:300]
+    return (
+        f"{path}: damaged ({type(error).__name__}: {reason}). Resume from another checkpoint: write "
+        f"its name into {path.parent / paths.LATEST}"
+    )
 
 
 def _device(chunks: Sequence[nn.Module]) -> torch.device:
@@ -98,15 +106,17 @@ def _device(chunks: Sequence[nn.Module]) -> torch.device:
 
 def _agree_on(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """`extra.json` and the description of every stored tensor and object, by name."""
-    problem = None
+    problem: list[str] = []
+    extra: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
     try:
         extra = paths.read_extra(path)
         stored = load_sharded_metadata(str(path))
-    except (CheckpointError, CheckpointingException, CheckpointException, OSError) as error:
-        problem = str(error)
-        if not isinstance(error, CheckpointError):
-            problem = f"{path}: damaged ({error}); resume from another checkpoint"
-    _raise_together(path, [] if problem is None else [problem])
+    except CheckpointError as error:
+        problem.append(str(error))
+    except Exception as error:  # Damaged pickles raise anything.
+        problem.append(_damaged(path, error))
+    _raise_together(path, problem)
     return extra, stored
 
 
@@ -119,10 +129,10 @@ def _raise_together(path: Path, problems: list[str]) -> None:
         if len(lines) == 1 and str(path) in lines[0]:
             raise CheckpointError(lines[0])
         text = "\n".join(f"  {line}" for line in lines[:SHOWN])
-        more = f"\n  ... and more" if len(lines) > SHOWN else ""
+        more = "\n  ... and more" if len(lines) > SHOWN else ""
         raise CheckpointError(
-            f"{path}: does not fit this model:\n{text}{more}\nUse the configuration that it was saved "
-            "with (config.yaml in its run folder), or start anew with run.fresh=true"
+            f"{path}: does not fit this model:\n{text}{more}\nUse the configuration that it was "
+            "saved with (config.yaml in its run folder), or start anew with run.fresh=true"
         )
 
 
@@ -141,8 +151,8 @@ def _adapt_precision(request: dict[str, Any], stored: dict[str, Any]) -> dict[An
     """Ask for what is there when the checkpoint's precision is not the model's.
 
     A float32 model reads the main weights of a bf16 checkpoint; a bf16 model's main weights read
-    the weights of a float32 checkpoint, in a second pass, which is returned: a tensor can be asked for
-    once only.
+    the weights of a float32 checkpoint, in a second pass, which is returned: a tensor can be asked
+    for once only.
     """
     for chunk in request["model"].values():
         for name, value in chunk.items():

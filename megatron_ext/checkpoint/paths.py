@@ -1,8 +1,8 @@
 """Names of checkpoint folders, which of them is the latest, and which may go. No torch here.
 
 A folder of checkpoints holds `step_00000010/` and so on, and `latest`, a text file with the name of
-one of them. A checkpoint is written as `.step_00000010.tmp`, renamed when it is complete, and only
-then named by `latest`; so whatever has a proper name is whole.
+one of them. A checkpoint is written as `.step_00000010.<process>.tmp`, renamed when it is complete,
+and only then named by `latest`; so whatever has a proper name is whole.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def read_extra(path: Path) -> dict[str, Any]:
         extra = json.loads((path / EXTRA).read_text())
         extra[RESERVED]["step"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path / EXTRA}: damaged ({error}); {_neighbours(path)}"
-        ) from error
+        raise CheckpointError(f"{path / EXTRA}: damaged ({error}); {_neighbours(path)}") from error
     return dict(extra)
 
 
@@ -105,19 +103,20 @@ def _neighbours(path: Path) -> str:
 def prepare(folder: Path, step: int, extra: dict[str, Any]) -> Path:
     """Make the empty temporary folder of a step, with `extra.json` in it, and return it."""
     text = json.dumps(extra, indent=1, sort_keys=True)
-    temporary = folder / f".{step_name(step)}.tmp"
+    # With the process in its name: a background writer that outlived its killed run may still write.
+    temporary = folder / f".{step_name(step)}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     _write(temporary / EXTRA, text + "\n")
     return temporary
 
 
-def publish(folder: Path, step: int) -> Path:
+def publish(temporary: Path, step: int) -> Path:
     """Give a complete temporary folder its name, then let `latest` name it. Both are atomic.
 
     A checkpoint of the same step that is there already (of a run that was wound back) is replaced.
     """
-    temporary = folder / f".{step_name(step)}.tmp"
+    folder = temporary.parent
     final = folder / step_name(step)
     if not is_complete(temporary):
         raise OSError(f"{temporary} lacks {COMPLETE} or {EXTRA}")

@@ -18,7 +18,9 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss_next],
         "numpy": [name, keys.tolist(), int(position), int(has_gauss), float(gauss)],
-        "tracker": {key: value.clone() for key, value in get_cuda_rng_tracker().get_states().items()},
+        "tracker": {
+            key: value.clone() for key, value in get_cuda_rng_tracker().get_states().items()
+        },
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

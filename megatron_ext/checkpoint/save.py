@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -26,6 +26,7 @@ from megatron_ext.checkpoint import paths, rng, state
 from megatron_ext.errors import CheckpointError
 
 FORMAT = 1
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -60,6 +61,7 @@ class Checkpointer:
         self._keep = keep
         self._keep_every = keep_every
         self._pending: int | None = None
+        self._temporary = folder
         self._saved: int | None = None
         self._queue = AsyncCallsQueue(persistent=False)
         # Kept between saves: it remembers which rank writes which replica.
@@ -108,7 +110,7 @@ class Checkpointer:
             "layout": state.layout(chunks, self._mesh),
             "megatron_core": version("megatron-core"),
         }
-        self._on_rank_0(
+        self._temporary = self._on_rank_0(
             lambda: paths.prepare(self.folder, step, {**extra, paths.RESERVED: ours}),
             f"step {step}: extra.json cannot be written",
         )
@@ -122,7 +124,7 @@ class Checkpointer:
         try:
             request = dist_checkpointing.save(
                 content,
-                str(self.folder / f".{paths.step_name(step)}.tmp"),
+                str(self._temporary),
                 self._strategy,
                 # Gathers a description of every tensor from every rank: once a run is enough.
                 validate_access_integrity=self._saved is None,
@@ -165,9 +167,7 @@ class Checkpointer:
 
     def _publish(self, step: int) -> None:
         self._pending = None
-        self._on_rank_0(
-            lambda: paths.publish(self.folder, step), f"step {step}: cannot be renamed"
-        )
+        self._on_rank_0(lambda: paths.publish(self.folder, step), f"step {step}: cannot be renamed")
         self._saved = step
 
         def prune() -> None:
@@ -180,24 +180,28 @@ class Checkpointer:
         step, self._pending = self._pending, None
         name = paths.step_name(step or 0)
         if dist.get_rank() == 0:
-            shutil.rmtree(self.folder / f".{name}.tmp", ignore_errors=True)
+            shutil.rmtree(self._temporary, ignore_errors=True)
         reason = " ".join(str(error).split()) or "a rank could not write, see rank 0"
         raise CheckpointError(
             f"{self.folder / name}: not written ({reason}). `latest` still names the one before. "
             "Check free space, quota and rights of the folder on every host, then relaunch"
         ) from error
 
-    def _on_rank_0(self, action: Callable[[], object], what: str) -> None:
-        """Do something to the folder on rank 0; fail on every rank if it fails."""
-        failure: list[str | None] = [None]
+    def _on_rank_0(self, action: Callable[[], T], what: str) -> T:
+        """Do something to the folder on rank 0; its result, or its failure, on every rank."""
+        outcome: list[Any] = [None, None]
         if dist.get_rank() == 0:
             try:
-                action()
-            except (OSError, TypeError, ValueError, CheckpointError) as error:
-                failure[0] = str(error)
-        dist.broadcast_object_list(failure, src=0)
-        if failure[0] is not None:
-            raise CheckpointError(
-                f"{self.folder}: {what} ({failure[0]}). Check free space, quota and rights of the "
-                "folder, then relaunch"
-            )
+                outcome[0] = action()
+            except OSError as error:
+                outcome[1] = (
+                    f"{error}). Check free space, quota and rights of the folder, then relaunch"
+                )
+            except (TypeError, ValueError) as error:
+                outcome[1] = f"{error}). Only values that JSON has can be kept"
+            except CheckpointError as error:
+                outcome[1] = f"{error})"
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise CheckpointError(f"{self.folder}: {what} ({outcome[1]}")
+        return cast("T", outcome[0])

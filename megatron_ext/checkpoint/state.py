@@ -1,11 +1,11 @@
 """A model and its optimizer as sharded tensors whose names do not depend on the layout.
 
 Model tensors keep the names that their modules give them (`decoder.layers.3...`), whatever the
-pipeline stage or chunk. Adam's are `optimizer.state.{exp_avg,exp_avg_sq}.<name>`, whether the optimizer is
-sharded, chained, or neither; the float32 main weight of a bf16 parameter is
+pipeline stage or chunk. Adam's are `optimizer.state.{exp_avg,exp_avg_sq}.<name>`, whether the
+optimizer is sharded, chained, or neither; the float32 main weight of a bf16 parameter is
 `optimizer.state.fp32_param.<name>`. Of an optimizer's parameter groups only the step is kept: the
-learning rate is set every step and all else comes from the configuration, so nothing has to be matched
-between a layout with one optimizer and one with two.
+learning rate is set every step and all else comes from the configuration, so nothing has to be
+matched between a layout with one optimizer and one with two.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def config_overrides() -> dict[ParamKey, ParamGroupOverride]:
 
 
 def parameter_groups(chunks: Sequence[nn.Module]) -> list[ParameterGroup]:
-    """Every trainable parameter of this rank in exactly one group. Chunks are bare or DDP-wrapped."""
+    """Every trainable parameter of this rank in exactly one group; chunks bare or DDP-wrapped."""
     decayed: list[tuple[str, Tensor]] = []
     spared: list[tuple[str, Tensor]] = []
     for index, chunk in enumerate(chunks):

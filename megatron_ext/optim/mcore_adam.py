@@ -1,11 +1,11 @@
 """The one place that replaces megatron-core's choice of Adam and of gradient norm.
 
-Why: with neither Transformer Engine nor Apex installed, megatron-core falls back to `torch.optim.AdamW`,
-which keeps its step count as a tensor in each parameter's state. Its distributed optimizer cannot load
-that from a checkpoint (`state_dict` wants one step where a fresh optimizer has none, `fully_reshardable`
-raises KeyError 'step'). Its fallback norm copies one scalar a gradient from the device: 150 to 590 waits
-a step on a GPU. `install` puts the two classes of function below in their place and does nothing where
-Transformer Engine or Apex is installed: theirs are right and fused.
+Why: with neither Transformer Engine nor Apex installed, megatron-core falls back to
+`torch.optim.AdamW`, which keeps its step count as a tensor in each parameter's state. Its distributed
+optimizer cannot load that from a checkpoint (`state_dict` wants one step where a fresh optimizer has
+none, `fully_reshardable` raises KeyError 'step'). Its fallback norm copies one scalar a gradient from
+the device: 150 to 590 waits a step on a GPU. `install` puts what is below in their place and does
+nothing where Transformer Engine or Apex is installed: theirs are right and fused.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Adam(torch.optim.Optimizer):
         p <- p (1 - lr wd);  m <- m + (1 - b1)(g - m);  v <- b2 v + (1 - b2) g^2
         p <- p - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-    What differs is where state lives: `step` is an int in the parameter group, the state of a parameter
-    is `exp_avg` and `exp_avg_sq` only, in float32 or wider. CUDA tensors take torch's fused kernel,
-    others the formula.
+    What differs is where state lives: `step` is an int in the parameter group, the state of a
+    parameter is `exp_avg` and `exp_avg_sq` only, in float32 or wider. CUDA tensors take torch's
+    fused kernel, others the formula.
 
     Args:
         params: parameters or groups; a group may have its own lr, betas, eps, weight_decay.
@@ -64,7 +64,8 @@ class Adam(torch.optim.Optimizer):
             raise ValueError(f"betas={betas}: each must be in [0, 1)")
         if eps < 0.0 or weight_decay < 0.0:
             raise ValueError(f"eps={eps}, weight_decay={weight_decay}: neither may be negative")
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -141,8 +142,8 @@ def _fused_update(
     weight_decay: float,
 ) -> None:
     """The same in torch's fused CUDA kernel: a few launches for all parameters, no wait."""
-    # `full` fills on the device; `tensor` would copy from the host. The kernel only reads it, so all
-    # parameters share it.
+    # `full` fills on the device; `tensor` would copy from the host. The kernel only reads it, so
+    # all parameters share it.
     device_step = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
     torch._fused_adamw_(
         params,
@@ -179,8 +180,8 @@ def multi_tensor_l2_norm(
     tensors = [tensor for tensors in tensor_lists for tensor in tensors if tensor.numel() > 0]
     if not tensors:
         return noop_flag.new_zeros(1, dtype=torch.float32), None
-    # A CPU reduction in float32 is off by 1e-6 and more for long tensors, which would make the norm depend
-    # on how they are cut. CUDA reduces in a tree, which is good to about 1e-7.
+    # A CPU reduction in float32 is off by 1e-6 and more for long tensors, which would make the norm
+    # depend on how they are cut. CUDA reduces in a tree, which is good to about 1e-7.
     dtype = torch.float64 if tensors[0].device.type == "cpu" else None
     norms = torch.stack([n.double() for n in torch._foreach_norm(tensors, 2.0, dtype=dtype)])
     return torch.linalg.vector_norm(norms).float().reshape(1), None
@@ -189,7 +190,7 @@ def multi_tensor_l2_norm(
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float
 ) -> None:
-    """`tensor_lists[1] <- scale * tensor_lists[0]`, cast to the dtype of the target. No device wait."""
+    """`tensor_lists[1] <- scale * tensor_lists[0]`, cast to the target's dtype. No device wait."""
     source, target = tensor_lists
     if not source:
         return

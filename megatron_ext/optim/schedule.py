@@ -12,17 +12,17 @@ def learning_rate(optim: OptimOptions, tokens: int, *, total_tokens: int) -> flo
     """Learning rate of the step that ends at `tokens`.
 
     Linear warm-up from 0 to `lr`, then by `schedule`: `constant` stays; `cosine` falls to
-    `lr * min_lr_ratio` at the end of the schedule; `wsd` stays and falls linearly to it over the last
-    `decay_tokens`. After the end, the last value stays.
+    `lr * min_lr_ratio` at the end of the schedule; `wsd` stays and falls linearly to it over the
+    last `decay_tokens`. After the end, the last value stays.
 
     Args:
         optim: the options; the schedule is `schedule_tokens` long if given, else `total_tokens`.
-        tokens: tokens consumed when this step is done, its own batch included. So the first step of a
-            warm-up is not lost to a rate of 0, and the last step runs at the final rate.
+        tokens: tokens consumed when this step is done, its own batch included. So the first step of
+            a warm-up is not lost to a rate of 0, and the last step runs at the final rate.
         total_tokens: tokens of the whole run.
 
     Raises:
-        ConfigError: warm-up and decay do not fit into the schedule, or a number is out of its range.
+        ConfigError: warm-up and decay do not fit into the schedule, or a number is out of range.
     """
     length = total_tokens if optim.schedule_tokens is None else optim.schedule_tokens
     _check(optim, length)
@@ -54,15 +54,15 @@ def _check(optim: OptimOptions, length: int) -> None:
         problems.append(f"optim.schedule_tokens: the schedule has {length} tokens, allowed: > 0")
     elif optim.schedule is Schedule.cosine and optim.warmup_tokens > length:
         problems.append(
-            f"optim.warmup_tokens: {optim.warmup_tokens} is longer than the schedule of {length} tokens; "
-            f"allowed: up to {length}"
+            f"optim.warmup_tokens: {optim.warmup_tokens} is longer than the schedule of {length} "
+            f"tokens; allowed: up to {length}"
         )
     if optim.schedule is Schedule.wsd and length > 0:
         room = length - optim.warmup_tokens
         if not 0 <= optim.decay_tokens <= room:
             problems.append(
-                f"optim.decay_tokens: {optim.decay_tokens}, allowed: 0 to {max(room, 0)}, what "
-                f"optim.warmup_tokens={optim.warmup_tokens} leaves of the schedule's {length} tokens"
+                f"optim.decay_tokens: {optim.decay_tokens}, allowed: 0 to {max(room, 0)}, what is "
+                f"left of the schedule's {length} tokens by optim.warmup_tokens={optim.warmup_tokens}"
             )
     if problems:
         raise ConfigError(problems)

@@ -1,15 +1,17 @@
 """Ranks that save, load and compare checkpoints; started by the tests, one mode a launch.
 
-    one    FOLDER   1 rank: train, save step 2 as `one`, write full tensors and the next step's result
-    many   FOLDER   2 ranks: load it in every layout, compare, train on, save each layout's own
-    back   FOLDER   1 rank: load what each layout saved and compare
-    crash  FOLDER   1 rank: save step 1, begin step 2 in the background, die in the middle of it
+one    FOLDER   1 rank: train, save step 2 as `one`, write full tensors and the next step's result
+many   FOLDER   2 ranks: load it in every layout, compare, train on, save each layout's own
+back   FOLDER   1 rank: load what each layout saved and compare
+crash  FOLDER   1 rank: saves that fail to write; then save step 1, begin step 2 in the background, die in the middle of it
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +34,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.model.build import build_chunks
 from megatron_ext.model.init import initialize
 from megatron_ext.optim.build import build_optimizer, set_learning_rate
+from megatron_ext.optim.groups import parameter_groups
 from megatron_ext.parallel import runtime
 from megatron_ext.parallel.mcore_config import ddp_config, transformer_config
 from megatron_ext.parallel.mesh import build_mesh
@@ -56,8 +59,13 @@ def make_config(parallel: ParallelOptions, precision: Precision = Precision.fp32
     model.vocab_size = VOCABULARY
     model.kda = replace(model.kda, num_heads=2, head_dim=16, value_dim=16, decay_rank=8)
     model.mla = replace(
-        model.mla, num_heads=2, q_lora_rank=16, kv_lora_rank=8,
-        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        model.mla,
+        num_heads=2,
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
     )
     config.data.sequence_length = SEQUENCE
     # Rounding of gradients near epsilon is amplified at 1e-8; see the invariant on layouts.
@@ -91,7 +99,9 @@ class Setup:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         tokens = torch.randint(
-            0, VOCABULARY, (SEQUENCES, SEQUENCE + 1),
+            0,
+            VOCABULARY,
+            (SEQUENCES, SEQUENCE + 1),
             generator=torch.Generator().manual_seed(number),
         )
         mine = tokens[self.mesh.dp.rank() :: self.mesh.dp.size()]
@@ -146,9 +156,7 @@ class Setup:
         writer.close()
 
     def writer(self, folder: Path, *, asynchronous: bool = False) -> Checkpointer:
-        return Checkpointer(
-            folder, mesh=self.mesh, asynchronous=asynchronous, keep=2, keep_every=0
-        )
+        return Checkpointer(folder, mesh=self.mesh, asynchronous=asynchronous, keep=2, keep_every=0)
 
     def load(self, folder: Path) -> dict[str, Any]:
         path = paths.latest(folder)
@@ -178,6 +186,7 @@ def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str
 
 def one(folder: Path, results: dict[str, Any]) -> None:
     with layout(ParallelOptions()) as setup:
+        results["decay"] = decayed_numels(setup)
         for number in (1, 2):
             setup.step(number)
         setup.save(folder / "one", 2)
@@ -222,6 +231,18 @@ def one(folder: Path, results: dict[str, Any]) -> None:
     errors(folder, results)
 
 
+def decayed_numels(setup: Setup) -> dict[str, list[int]]:
+    """Parameters by weight decay: in the optimizer, and as the table of groups has it."""
+    found = {0.0: 0, setup.config.optim.weight_decay: 0}
+    for group in setup.optimizer.param_groups:
+        found[group["weight_decay"]] += sum(param.numel() for param in group["params"])
+    decayed, spared = parameter_groups(setup.chunks)
+    return {
+        "optimizer": [found[setup.config.optim.weight_decay], found[0.0]],
+        "table": [sum(p.numel() for _, p in g.parameters) for g in (decayed, spared)],
+    }
+
+
 def errors(folder: Path, results: dict[str, Any]) -> None:
     """Messages of loads that do not fit."""
     messages: dict[str, str] = {}
@@ -239,6 +260,11 @@ def errors(folder: Path, results: dict[str, Any]) -> None:
         (path / ".metadata").rename(path / "gone")
         messages["damaged"] = failure(path, setup)
         (path / "gone").rename(path / ".metadata")
+        data = max(path.glob("*.distcp"), key=lambda p: p.stat().st_size)
+        whole = data.read_bytes()
+        data.write_bytes(whole[: len(whole) // 2])
+        messages["truncated"] = failure(path, setup)
+        data.write_bytes(whole)
         blocked = folder / "blocked"
         blocked.write_text("a file")
         try:
@@ -252,6 +278,27 @@ def errors(folder: Path, results: dict[str, Any]) -> None:
             messages["not_json"] = str(error)
     results["messages"] = messages
     results["left"] = sorted(p.name for p in (folder / "one").iterdir())
+
+
+def full_disk(folder: Path, results: dict[str, Any]) -> None:
+    """Writers that fail, as on a full disk, here by a limit on the size of a file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, asynchronous in {"full_async": True, "full_sync": False}.items():
+        with layout(ParallelOptions()) as setup:
+            setup.save(folder / name, 1)
+            writer = setup.writer(folder / name, asynchronous=asynchronous)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+            try:
+                writer.save(2, setup.chunks, setup.optimizer, {})
+                writer.close()
+            except CheckpointError as error:
+                results[name] = str(error)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            results[f"{name}_left"] = sorted(p.name for p in (folder / name).iterdir())
+            writer.save(3, setup.chunks, setup.optimizer, {})
+            writer.close()
+            results[f"{name}_after"] = sorted(p.name for p in (folder / name).iterdir())
 
 
 def failure(path: Path, setup: Setup) -> str:
@@ -295,6 +342,8 @@ def back(folder: Path, results: dict[str, Any]) -> None:
 
 
 def crash(folder: Path, results: dict[str, Any]) -> None:
+    full_disk(folder, results)
+    (folder / "crash.json").write_text(json.dumps(results))
     with layout(ParallelOptions()) as setup:
         setup.step(1)
         setup.save(folder / "crash", 1, asynchronous=True)

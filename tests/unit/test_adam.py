@@ -1,4 +1,4 @@
-"""Our Adam repeats torch's AdamW, resumes exactly, and stands in where megatron-core has a fallback."""
+"""Our Adam repeats torch's AdamW, resumes exactly, and stands in for megatron-core's fallback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.optimizer import clip_grads, distrib_optimizer
 
 from megatron_ext.optim import mcore_adam
 
-OPTIONS = dict(lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
@@ -97,7 +97,8 @@ def test_norm_does_not_depend_on_how_tensors_are_cut() -> None:
     whole, _ = mcore_adam.multi_tensor_l2_norm(0, flag, [[long]], False)
     parts, _ = mcore_adam.multi_tensor_l2_norm(0, flag, [list(long.split(977))], False)
     exact = long.double().norm().item()
-    assert whole.shape == (1,) and whole.dtype == torch.float32
+    assert whole.shape == (1,)
+    assert whole.dtype == torch.float32
     # float32 rounds the result once; the sum behind it is float64.
     assert whole.item() == pytest.approx(exact, rel=1e-7)
     assert parts.item() == pytest.approx(exact, rel=1e-7)
@@ -105,7 +106,8 @@ def test_norm_does_not_depend_on_how_tensors_are_cut() -> None:
 
 def test_norm_of_nothing_is_zero() -> None:
     norm, _ = mcore_adam.multi_tensor_l2_norm(0, torch.zeros(1, dtype=torch.int), [[]], False)
-    assert norm.tolist() == [0.0] and norm.dtype == torch.float32
+    assert norm.tolist() == [0.0]
+    assert norm.dtype == torch.float32
 
 
 def test_scale_works_in_place_and_casts() -> None:
@@ -135,7 +137,9 @@ def test_install_replaces_every_fallback_or_nothing() -> None:
     assert mcore_adam.install() == used, "can be repeated"
     if used:
         assert mcore_optimizer.Adam is distrib_optimizer.Adam is mcore_adam.Adam
-        assert not mcore_optimizer.USING_PYTORCH_OPTIMIZER and distrib_optimizer.HAVE_APEX_OR_TE
+        assert not mcore_optimizer.USING_PYTORCH_OPTIMIZER
+        assert distrib_optimizer.HAVE_APEX_OR_TE
         assert clip_grads.l2_norm_impl is mcore_adam.multi_tensor_l2_norm
     else:
-        assert not fallback and mcore_optimizer.Adam is not mcore_adam.Adam
+        assert not fallback
+        assert mcore_optimizer.Adam is not mcore_adam.Adam

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_wsd_without_decay_is_constant() -> None:
 @pytest.mark.parametrize("schedule", [Schedule.cosine, Schedule.wsd])
 def test_never_rises_after_warm_up_and_stays_in_range(schedule: Schedule) -> None:
     rates = [rate(schedule, t) for t in range(100, 1200)]
-    assert all(a >= b for a, b in zip(rates, rates[1:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates))
     assert all(0.5 <= r <= 2.0 for r in rates)
 
 
@@ -67,7 +68,8 @@ def test_schedule_tokens_make_it_independent_of_the_length_of_the_run() -> None:
 def test_warm_up_as_long_as_the_schedule_is_allowed() -> None:
     for schedule in Schedule:
         value = rate(schedule, 1000, warmup_tokens=1000, decay_tokens=0)
-        assert math.isfinite(value) and value in (2.0, 0.5)
+        assert math.isfinite(value)
+        assert value in (2.0, 0.5)
 
 
 @pytest.mark.parametrize(
