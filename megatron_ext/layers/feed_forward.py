@@ -19,8 +19,8 @@ from megatron_ext.ops.situ import situ_glu
 class SituFeedForward(ShardedModule):
     """y = W2 [ beta tanh(g/beta) sigmoid(g) * linear_beta tanh(u/linear_beta) ], (g, u) = W1 x.
 
-    Kimi K3's activation (`ops.situ`). Fits the `mlp` slot of megatron-core's TransformerLayer, whose arguments
-    `is_mtp_layer` and `name` are not needed here.
+    Kimi K3's activation (`ops.situ`). Fits the `mlp` slot of megatron-core's TransformerLayer,
+    whose arguments `is_mtp_layer` and `name` are not needed here.
 
     Args:
         feed_forward_size: width between the two maps, over all ranks.

@@ -9,8 +9,8 @@ Shapes: s sequence, b batch, h hidden, H heads of this rank; N `qk_nope_head_dim
     o = softmax(q k^T (N+R)^-1/2 + causal and document mask) v
     y = W_o ( o * sigmoid(W_g x) )
 
-Source: Kimi K3 report, equation 7. The latent and the shared key enter the tensor-parallel region as one tensor, so
-the gradient of the shared key is summed over all heads of all ranks (pitfall B-20).
+Source: Kimi K3 report, equation 7. The latent and the shared key enter the tensor-parallel region
+as one tensor, so the gradient of the shared key is summed over all heads of all ranks.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogUniformSoftplusInverse:
-    """softplus(x) is log-uniform between `low` and `high` (the slow gate, as in fla's KDA layer)."""
+    """softplus(x) is log-uniform between `low` and `high` (the slow gate, as in fla's KDA)."""
 
     low: float
     high: float

@@ -6,7 +6,8 @@ Shapes: s sequence, b batch, h hidden, H heads of this rank, K width of a head, 
     o = delta rule over (q, k, v, decay(z), beta)                 (ops.kda: normalisation, gates)
     y = W_o [ RMSNorm_K(o) * sigmoid(W_g x) ]
 
-Source: Kimi K3 report, equations 5 and 6; Kimi Linear, arXiv:2510.26692. All weights are head-major, so tensor parallelism is a plain split.
+Source: Kimi K3 report, equations 5 and 6; Kimi Linear, arXiv:2510.26692.
+All weights are head-major, so tensor parallelism is a plain split.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class KimiDeltaAttention(ShardedModule):
     """Takes the place of a self-attention in any megatron-core layer spec.
 
     A_log [H], dt_bias [H*K] and the convolution [3, H*K, W] are float32 in every model and are not
-    decayed by the optimizer (pitfall B-52).
+    decayed by the optimizer.
 
     Args:
         options: sizes, gate and backend.

@@ -146,7 +146,7 @@ class ColumnShard(ShardedModule):
         out_features: of one part, over all ranks.
         parts: several maps of equal size in one matrix product. The weight is then
             [parts, out/tp, in] and is split along axis 1, so each part is split by itself and
-            resharding never mixes parts (pitfall B-16). With one part it is [out/tp, in].
+            resharding never mixes parts. With one part it is [out/tp, in].
         key: configuration key that `out_features` comes from, for the message.
     """
 

@@ -40,9 +40,10 @@ class RMSNorm(nn.Module):
 class GatedHeadNorm(nn.Module):
     """y = RMSNorm_D(o) * sigmoid(gate), the norm per head, its weight [D] shared by all heads.
 
-    The output of linear attention in Kimi K3 (sigmoid, not SiLU). The weight is replicated but sees local heads only, so each rank has a
-    part of its gradient: passing it through the tensor-parallel region sums them (with and without
-    sequence parallelism, unlike the `sequence_parallel` mark).
+    The output of linear attention in Kimi K3 (sigmoid, not SiLU). The weight is replicated but sees
+    local heads only, so each rank has a part of its gradient: passing it through the
+    tensor-parallel region sums them, with and without sequence parallelism, unlike the
+    `sequence_parallel` mark.
     """
 
     def __init__(
