@@ -1,0 +1,92 @@
+"""`run.mode=plan` as a user starts it: quick, complete, and without GPU, groups or files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.compose import compose
+from megatron_ext.plan import main as planning
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Runs the entry point, then reports what the process has touched and the CPU time it took.
+PROBE = """
+import sys, time
+sys.path.insert(0, sys.argv.pop(1))
+import pretrain
+code = pretrain.main(sys.argv[1:])
+import torch
+print("PROBE", code, torch.cuda.is_initialized(), torch.distributed.is_initialized(),
+      time.process_time(), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def start(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROBE, str(REPOSITORY), "run.mode=plan", *words]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_the_whole_of_kimi_k3_is_planned_for_4096_ranks_in_seconds(tmp_path: Path) -> None:
+    done = start(
+        "model=k3", "parallel.tensor=8", "parallel.pipeline=8", "plan.world_size=4096", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    probe = done.stderr.splitlines()[-1].split()
+    assert probe[:4] == ["PROBE", "0", "False", "False"]
+    # 20 s is the promise for a machine of one's own; CPU time, since others may share this one
+    assert float(probe[4]) < 20
+    assert list(tmp_path.iterdir()) == []
+    text = done.stdout
+    for line in (
+        "Plan of k3 on 4,096 ranks",
+        "  stage 7   layers 82-92   Ke Me Ke Ke Ke Me Ke Ke Ke Me Me head",
+        "data              64  0 8 16 ... 504",
+        "  KDA                                   30,618,086,496  69 x 443.7 M",
+        "  gated MLA                              5,572,706,304  24 x 232.2 M",
+        "  dense feed-forward                       726,663,168  1 x 726.7 M",
+        "  tokens a step           67,108,864  8,192 sequences of 8,192",
+    ):
+        assert line in text
+    assert "NOT COUNTED: the experts' part. The feed-forward of 92 layers" in text
+    assert max(len(line) for line in text.splitlines()) <= 120
+    assert "Warning" not in done.stderr
+
+
+def test_the_default_is_the_fewest_ranks_of_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["parallel.tensor=2", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
+    assert planning.plan(compose(["run.mode=plan", "model=nano", *layout])) == 0
+    text = capsys.readouterr().out
+    assert "on 4 ranks" in text
+    assert "stage 1.1" in text
+    assert "NOT COUNTED" not in text
+    assert "idle in the pipeline" in text
+
+
+def test_a_world_size_that_does_not_fit_is_a_configuration_error(tmp_path: Path) -> None:
+    done = start("model=nano", "parallel.tensor=2", "plan.world_size=3", cwd=tmp_path)
+    assert done.returncode == 20
+    assert "plan.world_size=3" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0, "", "0"),
+        (999, "", "999"),
+        (443_740_384, "", "443.7 M"),
+        (2.7796e12, "", "2.78 T"),
+        (250.4e9, "FLOP", "250.4 GFLOP"),
+        (1.68e19, "FLOP", "16.8 EFLOP"),
+        (12, "FLOP", "12 FLOP"),
+    ],
+)
+def test_numbers_read_with_four_digits_and_their_unit(value: float, unit: str, text: str) -> None:
+    assert planning.human(value, unit=unit) == text
