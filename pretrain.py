@@ -50,7 +50,8 @@ def main(words: Sequence[str]) -> int:
 
 def run(config: RunConfig) -> int:
     """Hand over to the part that the mode names. Only then is torch imported."""
-    importlib.import_module("megatron_ext.parallel.runtime").quiet()  # before megatron-core's import
+    # Libraries are told to be quiet before megatron-core is imported, since they speak then.
+    importlib.import_module("megatron_ext.parallel.runtime").quiet()
     module, function = COMMANDS[config.run.mode]
     code: int = getattr(importlib.import_module(module), function)(config)
     return code

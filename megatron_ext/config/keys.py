@@ -59,13 +59,19 @@ def suggest(given: str, known: Iterable[str], *, count: int = 3) -> list[str]:
     same = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
     if same and "." not in given:
         return same[:count]
-    near = difflib.get_close_matches(given, names, n=count, cutoff=0.7)
+    near = _closest(given, names)
     leaves: dict[str, list[str]] = {}
     for name in names:
         leaves.setdefault(name.rsplit(".", 1)[-1], []).append(name)
-    near_leaf = difflib.get_close_matches(leaf, list(leaves), n=count, cutoff=0.7)
-    found = [*same, *near, *(name for part in near_leaf for name in leaves[part])]
-    return list(dict.fromkeys(found))[:count]
+    near_leaf = [name for part in _closest(leaf, list(leaves)) for name in leaves[part]]
+    return list(dict.fromkeys([*same, *near, *(near_leaf if not near else [])]))[:count]
+
+
+def _closest(given: str, names: list[str]) -> list[str]:
+    """Names much like ``given``, the likest first, none much less like than that one."""
+    found = difflib.get_close_matches(given, names, n=5, cutoff=0.7)
+    score = [difflib.SequenceMatcher(None, name, given).ratio() for name in found]
+    return [name for name, ratio in zip(found, score, strict=True) if ratio > score[0] - 0.05]
 
 
 def _leaves(node: type[Any], prefix: str) -> Iterable[Key]:

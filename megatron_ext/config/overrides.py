@@ -16,7 +16,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.config.keys import Key, sections, suggest, table
@@ -48,7 +48,7 @@ def check_overrides(given: Sequence[str], config_dir: Path) -> Checked:
     """Check ``key=value`` words and every YAML file that they and the defaults select."""
     result, keys, options = Checked(), table(), groups(config_dir)
     selected = _defaults(config_dir / "config.yaml")
-    parser = OverridesParser.create()
+    parser, scratch = OverridesParser.create(), OmegaConf.structured(RunConfig)
     for text in given:
         try:
             override = parser.parse_override(text)
@@ -61,16 +61,16 @@ def check_overrides(given: Sequence[str], config_dir: Path) -> Checked:
         if override.key_or_group in options and override.type is not OverrideType.DEL:
             _check_group(override, options, selected, result)
         else:
-            _check_key(override, keys, options, result)
+            _check_key(override, keys, options, scratch, result)
     for group, choices in _with_experiment(selected, config_dir).items():
         for choice in choices:
             file = config_dir / group / f"{choice}.yaml"
             if file.exists():
-                result.problems += check_file(file, group, keys)
+                result.problems += check_file(file, group, keys, scratch)
     return result
 
 
-def check_file(file: Path, group: str, keys: Mapping[str, Key]) -> list[str]:
+def check_file(file: Path, group: str, keys: Mapping[str, Key], scratch: DictConfig) -> list[str]:
     """Problems of one YAML file of a group: unknown keys and wrong types, each with the file."""
     name = f"{file.parent.name}/{file.name}"
     text = file.read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def check_file(file: Path, group: str, keys: Mapping[str, Key]) -> list[str]:
     for key, value in _flatten(content, prefix, keys):
         if key.startswith(f"{prefix}defaults"):
             continue
-        text = unknown(key, keys) if key not in keys else wrong_value(keys[key], value)
+        text = unknown(key, keys) if key not in keys else wrong_value(keys[key], value, scratch)
         if text:
             problems.append(f"{name}: {text}")
     return problems
@@ -107,14 +107,16 @@ def unknown(key: str, keys: Mapping[str, Key], extra: Sequence[str] = ()) -> str
     return f"{key}: no such key (keys begin with {first})"
 
 
-def wrong_value(key: Key, value: Any) -> str:
-    """The line for a value of a wrong type, or nothing. Interpolations are left to OmegaConf."""
+def wrong_value(key: Key, value: Any, scratch: DictConfig) -> str:
+    """The line for a value of a wrong type, or nothing. Interpolations are left to OmegaConf.
+
+    ``scratch`` is a configuration to try values in; making one takes a tenth of a second.
+    """
     if isinstance(value, str) and "${" in value:
         return ""
-    schema = OmegaConf.structured(RunConfig)
     problem = isinstance(value, bool) and key.kind in (int, float)
     try:
-        OmegaConf.update(schema, key.name, value, force_add=False)
+        OmegaConf.update(scratch, key.name, value, force_add=False)
     except (OmegaConfBaseException, ValueError, TypeError):
         problem = True
     if not problem:
@@ -156,6 +158,7 @@ def _check_key(
     override: Override,
     keys: Mapping[str, Key],
     options: Mapping[str, list[str]],
+    scratch: DictConfig,
     result: Checked,
 ) -> None:
     key = override.key_or_group
@@ -178,7 +181,7 @@ def _check_key(
         value = _value(override)
         whole = keys[key].kind is int and isinstance(value, float) and value.is_integer()
         line = f"{key}={int(value)}" if whole else (override.input_line or "").lstrip("+")
-        problem = wrong_value(keys[key], int(value) if whole else value)
+        problem = wrong_value(keys[key], int(value) if whole else value, scratch)
         if problem:
             result.problems.append(problem)
             result.broken.add(key)

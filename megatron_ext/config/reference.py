@@ -56,7 +56,7 @@ def page(config_dir: Path = CONFIGS) -> str:
         "`python pretrain.py key=value group=option` composes `configs/config.yaml`, the chosen",
         "options of each group, the experiment, `configs/local/default.yaml` if there is one, and",
         "then the command line; later ones win. All that is wrong is listed at once, before any",
-        "work (exit code 20). `--cfg job` prints the result, `--info defaults` where it comes from.",
+        "work (exit code 20). `--cfg job` prints the result, `--info defaults` its sources.",
         "",
         "## Groups",
         "",

@@ -198,7 +198,7 @@ def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
                     ("parallel.overlap_param_gather", f"parallel.{key}"),
                 )
     needed = model_parallel_size(parallel)
-    if world_size is not None and (world_size < 1 or world_size % needed):
+    if not wrong and world_size is not None and world_size % needed:
         planned = config.run.mode is Mode.plan
         given = f"plan.world_size={world_size}" if planned else f"ranks={world_size}"
         yield Problem(

@@ -1,0 +1,182 @@
+"""Wrong configurations give helpful lists: what was given, what is allowed, what works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.compose import compose
+from megatron_ext.errors import ConfigError
+
+# Each is one command line, with a phrase of every line of its report, in order.
+WRONG: dict[str, tuple[list[str], list[str]]] = {
+    "misspelt_keys": (
+        ["train.stepz=10", "tensor=2", "optim.learning_rate=1"],
+        [
+            "train.stepz: no such key (did you mean train.steps?)",
+            "tensor: no such key (did you mean parallel.tensor?)",
+            "optim.learning_rate: no such key",
+        ],
+    ),
+    "misspelt_options": (
+        ["model=nanno", "experiment=k3plan"],
+        [
+            "model=nanno: no such option (allowed k3, mini, nano; did you mean model=nano?)",
+            "experiment=k3plan: no such option (allowed ",
+        ],
+    ),
+    "wrong_types": (
+        [
+            "train.steps=abc",
+            "optim.lr=fast",
+            "run.fresh=maybe",
+            "run.precision=bf61",
+            "train.steps=2.5",
+        ],
+        [
+            "train.steps=abc: must be a whole number",
+            "optim.lr=fast: must be a number",
+            "run.fresh=maybe: must be true or false",
+            "run.precision=bf61: must be one of fp32, bf16 (nearest bf16)",
+            "evaluate.tokens=2.5: must be a whole number (nearest 2)",
+        ],
+    ),
+    "heads_over_tensor": (
+        ["parallel.tensor=3"],
+        [
+            "parallel.tensor=3: must divide model.kda.num_heads=4, model.mla.num_heads=4, ",
+        ],
+    ),
+    "batch": (
+        ["train.batch_tokens=8000", "train.micro_batch_size=2"],
+        [
+            "train.batch_tokens=8000: must be a multiple of data.sequence_length=256 x "
+            "train.micro_batch_size=2 = 512 (nearest 7680 or 8192)"
+        ],
+    ),
+    "pipeline": (
+        ["parallel.pipeline=2", "parallel.stage_layers=[1,2,3]"],
+        [
+            "parallel.stage_layers=[1,2,3]: must have pipeline 2 x virtual_pipeline 1 = 2 entries, "
+            "got 3",
+        ],
+    ),
+    "gate_and_ranges": (
+        ["model.kda.lower_bound=-9", "parallel.context=2", "parallel.virtual_pipeline=2"],
+        [
+            "model.kda.lower_bound=-9: must be in [-5, 0) for model.kda.gate=bounded",
+            "parallel.context=2: is not in this version (allowed 1)",
+            "parallel.virtual_pipeline=2: needs parallel.pipeline > 1, got 1",
+        ],
+    ),
+    "deterministic": (
+        ["run.deterministic=true", "model.kda.backend=fla", "model.mla.backend=transformer_engine"],
+        [
+            "model.kda.backend=fla: is not deterministic",
+            "model.mla.backend=transformer_engine: is not deterministic",
+        ],
+    ),
+    "nothing_to_read": (
+        ["data.demo=false", "optim.warmup_tokens=1e9"],
+        [
+            "data.sources=[]: nothing to read (data=demo or data=sample",
+            "optim.warmup_tokens=1000000000: must be less than train.steps x train.batch_tokens = "
+            "819200",
+        ],
+    ),
+    "experts": (
+        ["model=k3"],
+        ["model.first_dense_layers=1: makes expert layers, which this version can plan but not "],
+    ),
+    "single_values": (
+        ["data.held_out=1", "run.seed=-1", "optim.beta2=1.5", "train.micro_batch_size=0"],
+        [
+            "run.seed=-1: must be in [0, ",
+            "data.held_out=1.0: must be in (0, 1) (nearest 0.99)",
+            "train.micro_batch_size=0: must be 1 or more (nearest 1)",
+            "optim.beta2=1.5: must be in [0, 1) (nearest 0.99)",
+        ],
+    ),
+    "what_hydra_would_do": (
+        ["~run.name", "hydra.run.dir=x", "model.kda=3", "optim.lr=1,2", "a=b=,c"],
+        [
+            "~run.name: keys cannot be removed",
+            "hydra.run.dir: Hydra only composes here",
+            "model.kda: holds other keys",
+            "optim.lr=1,2: gives several values, must be one (for a sweep: -m",
+            "a=b=,c: cannot be read, must be key=value or group=option",
+        ],
+    ),
+    "sources": (
+        ["data.sources=[{name:a},{nam:b,path:c}]", "run.name=a/b"],
+        ["data.sources=", "run.name='a/b': must be usable as the name of a folder"],
+    ),
+    "plan": (
+        ["run.mode=plan", "parallel.tensor=2", "parallel.pipeline=2", "plan.world_size=6"],
+        ["plan.world_size=6: must be a multiple of tensor 2 x pipeline 2 x context 1 = 4 (near"],
+    ),
+}
+
+
+def problems(words: list[str], *, world_size: int | None = None) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        compose(words, world_size=world_size)
+    assert caught.value.exit_code == 20
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_mistake_of_a_command_line_is_listed(name: str) -> None:
+    words, phrases = WRONG[name]
+    found = problems(words)
+    assert len(found) == len(phrases), found
+    for text, phrase in zip(found, phrases, strict=True):
+        assert text.startswith(phrase), text
+
+
+def test_mistakes_of_every_kind_are_reported_together() -> None:
+    words = ["model=nanno", "train.stepz=1", "train.steps=abc", "parallel.expert=2", "+foo=1"]
+    text = "\n".join(problems(words))
+    for part in ("model=nanno", "train.stepz", "train.steps=abc", "parallel.expert=2", "foo: "):
+        assert part in text
+
+
+def test_a_bad_value_raises_no_second_problem_about_its_stand_in() -> None:
+    # The default batch of 8192 does not divide by this length, but the batch was given (wrongly).
+    assert len(problems(["train.batch_tokens=many", "data.sequence_length=300"])) == 1
+
+
+def test_the_number_of_ranks_is_checked_when_known() -> None:
+    (text,) = problems(["parallel.pipeline=4"], world_size=6)
+    assert text.startswith("ranks=6: must be a multiple of tensor 1 x pipeline 4 x context 1 = 4")
+    (text,) = problems(["train.batch_tokens=7680"], world_size=4)  # 30 sequences
+    assert "data.sequence_length=256 x data parallel=4 = 1024 (nearest 7168 or 8192)" in text
+
+
+def test_micro_batches_fill_the_interleaved_schedule() -> None:
+    words = ["parallel.pipeline=4", "parallel.virtual_pipeline=2", "train.batch_tokens=7680"]
+    (text,) = problems(words)
+    assert "x parallel.pipeline=4 = 1024" in text
+
+
+def test_mistakes_in_yaml_files_name_the_file(tmp_path: Path) -> None:
+    for group in ("model", "local"):
+        (tmp_path / group).mkdir()
+    (tmp_path / "config.yaml").write_text(
+        "defaults: [schema, _self_, {model: odd}, {optional local: default}]\n"
+    )
+    (tmp_path / "model" / "odd.yaml").write_text("num_layer: 3\nkda: {gate: bound}\n")
+    (tmp_path / "local" / "default.yaml").write_text("# @package _global_\nrun: {sed: 3}\n")
+    with pytest.raises(ConfigError) as caught:
+        compose(["train.stepz=1"], config_dir=tmp_path)
+    text = str(caught.value)
+    assert "model/odd.yaml: model.num_layer: no such key (did you mean model.num_layers?)" in text
+    assert "model/odd.yaml: model.kda.gate=bound: must be one of bounded, bounded_plain" in text
+    assert "local/default.yaml: run.sed: no such key (did you mean run.seed?)" in text
+    assert "train.stepz" in text
+
+
+def test_a_missing_value_is_named() -> None:
+    (text,) = problems(["data.sources=[{name:a}]"])
+    assert text.startswith("data.sources[0].path: is missing")
