@@ -95,8 +95,8 @@ def _read(path: Path, request: dict[Any, Any]) -> dict[Any, Any]:
 def _damaged(path: Path, error: BaseException) -> str:
     reason = " ".join(str(error).split())[:300]
     return (
-        f"{path}: damaged ({type(error).__name__}: {reason}). Resume from another checkpoint: write "
-        f"its name into {path.parent / paths.LATEST}"
+        f"{path}: damaged ({type(error).__name__}: {reason}). Resume from another checkpoint: "
+        f"write its name into {path.parent / paths.LATEST}"
     )
 
 

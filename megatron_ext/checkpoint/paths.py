@@ -71,6 +71,23 @@ def latest(folder: Path) -> Path | None:
     return path
 
 
+def find(run_folder: Path, *, chosen: str | None) -> Path:
+    """The checkpoint to read: the chosen one, else the latest of a run.
+
+    Raises:
+        CheckpointError: the run has none.
+    """
+    if chosen:
+        return Path(chosen)
+    path = latest(run_folder / "checkpoints")
+    if path is None:
+        raise CheckpointError(
+            f"{run_folder / 'checkpoints'}: no checkpoint there. Train first (run.mode=train), name "
+            f"the run's own run.dir or run.name, or give a checkpoint with checkpoint.load=PATH"
+        )
+    return path
+
+
 def read_extra(path: Path) -> dict[str, Any]:
     """What `extra.json` of a checkpoint holds: the caller's values and, under `checkpoint`, ours.
 
@@ -103,7 +120,7 @@ def _neighbours(path: Path) -> str:
 def prepare(folder: Path, step: int, extra: dict[str, Any]) -> Path:
     """Make the empty temporary folder of a step, with `extra.json` in it, and return it."""
     text = json.dumps(extra, indent=1, sort_keys=True)
-    # With the process in its name: a background writer that outlived its killed run may still write.
+    # With the process in its name: a background writer may outlive its killed run for a while.
     temporary = folder / f".{step_name(step)}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

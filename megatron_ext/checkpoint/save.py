@@ -167,7 +167,9 @@ class Checkpointer:
 
     def _publish(self, step: int) -> None:
         self._pending = None
-        self._on_rank_0(lambda: paths.publish(self.folder, step), f"step {step}: cannot be renamed")
+        self._on_rank_0(
+            lambda: paths.publish(self._temporary, step), f"step {step}: cannot be renamed"
+        )
         self._saved = step
 
         def prune() -> None:

@@ -128,13 +128,17 @@ class TransformerEngineAttention(nn.Module):
                 "install the gpu extra or use sdpa"
             )
         engine = importlib.import_module("transformer_engine.pytorch")
-        self.kernel = engine.DotProductAttention(
-            num_attention_heads=num_heads,
-            kv_channels=(k_channels, v_channels),
-            attention_dropout=0.0,
-            qkv_format="bshd",
-            attn_mask_type="causal",
-            softmax_scale=softmax_scale,
+        # In a tuple, so that it is no submodule: it has no weights, and its extra state would make
+        # checkpoints differ between kernels.
+        self._kernel = (
+            engine.DotProductAttention(
+                num_attention_heads=num_heads,
+                kv_channels=(k_channels, v_channels),
+                attention_dropout=0.0,
+                qkv_format="bshd",
+                attn_mask_type="causal",
+                softmax_scale=softmax_scale,
+            ),
         )
 
     def forward(
@@ -148,12 +152,13 @@ class TransformerEngineAttention(nn.Module):
     ) -> Tensor:
         """Attention as in the head of this file."""
         heads = q.shape[-2]
+        (kernel,) = self._kernel
         if cu_seqlens is None:
             q, k, v = (x.contiguous() for x in (q, k, v))
-            return self.kernel(q, k, v).unflatten(-1, (heads, -1))
+            return kernel(q, k, v).unflatten(-1, (heads, -1))
         bounds = cu_seqlens.to(torch.int32)
         longest = max_seqlen or q.shape[1]
-        o = self.kernel(
+        o = kernel(
             *(x.squeeze(0).contiguous() for x in (q, k, v)),
             qkv_format="thd",
             attn_mask_type="padding_causal",

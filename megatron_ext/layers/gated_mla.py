@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ext.config.schema import MlaOptions
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.core_attention import SdpaAttention
+from megatron_ext.layers.gating import sigmoid_gate
 from megatron_ext.layers.linears import (
     ColumnShard,
     DuplicatedLinear,
@@ -159,8 +160,7 @@ class GatedMLA(ShardedModule):
         else:
             o = self._core(*core_inputs)
         if self.gate is not None:
-            wide = torch.promote_types(o.dtype, torch.float32)
-            o = (o.to(wide) * torch.sigmoid(self.gate(x).to(wide))).to(o.dtype)
+            o = sigmoid_gate(o, self.gate(x))
         return self.out(o)
 
     def _enter(self, x: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_ext.layers.gating import gated_rms_norm
 from megatron_ext.layers.initializers import Constant, parameter
 
 
@@ -61,6 +61,4 @@ class GatedHeadNorm(nn.Module):
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(
             self.weight, group=self.tp_group
         )
-        wide = torch.promote_types(o.dtype, torch.float32)
-        normed = F.rms_norm(o.to(wide), weight.shape, weight.to(wide), self.eps)
-        return (normed * torch.sigmoid(gate.to(wide))).to(o.dtype)
+        return gated_rms_norm(o, gate, weight=weight, eps=self.eps)

@@ -7,7 +7,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
 
+from megatron_ext.config.layout import padded_vocab_size
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError
 from megatron_ext.model.spec import block_spec
 
 
@@ -34,7 +37,19 @@ def build_chunks(
         GPTModels without position embedding and with separate input and output embeddings. The
         first chunk of the first rank takes token ids; the last of the last rank gives logits that
         are split over tensor parallel ranks.
+
+    Raises:
+        ConfigError: a size does not fit, for example heads that tensor parallelism cannot split.
     """
+    try:
+        return _build(config, tc, mesh, vocab_size)
+    except ConfigError as error:
+        raise _as_raised_by_the_layer(error) from None
+
+
+def _build(
+    config: RunConfig, tc: TransformerConfig, mesh: ProcessGroupCollection, vocab_size: int
+) -> list[GPTModel]:
     rank = get_pg_rank(mesh.pp)
     virtual_stages = config.parallel.virtual_pipeline
     last_rank = config.parallel.pipeline - 1
@@ -57,3 +72,29 @@ def build_chunks(
             )
         )
     return chunks
+
+
+def _as_raised_by_the_layer(error: ConfigError) -> ConfigError:
+    """megatron-core raises an error anew at every level of modules, with a text made from the last
+    one's; the first says it once."""
+    while isinstance(error.__context__, ConfigError):
+        error = error.__context__
+    return error
+
+
+def choose_vocab_size(config: RunConfig, tokens: int) -> int:
+    """The padded vocabulary size: as configured, else from the tokenizer. The same in every layout.
+
+    Args:
+        tokens: the tokenizer's vocabulary size.
+
+    Raises:
+        ConfigError: the configured one is smaller.
+    """
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < tokens:
+        raise ConfigError(
+            f"model.vocab_size: {wanted}, but the tokenizer {config.data.tokenizer} has {tokens} "
+            f"tokens; use at least that, or leave model.vocab_size out"
+        )
+    return padded_vocab_size(wanted or tokens)

@@ -52,7 +52,7 @@ def initialize(chunks: Sequence[nn.Module], *, seed: int) -> None:
         while hasattr(chunk, "module"):
             chunk = chunk.module
         drawn: set[int] = set()
-        for parameter, shard in _parameters(chunk):
+        for parameter, shard in named_shards(chunk):
             initializer = getattr(parameter, "initializer", None)
             if initializer is None:
                 initializer = _default(shard, std=chunk.config.init_method_std)
@@ -66,7 +66,7 @@ def initialize(chunks: Sequence[nn.Module], *, seed: int) -> None:
                     global_shape=shard.global_shape[shard.prepend_axis_num :],
                     offset=shard.global_offset[shard.prepend_axis_num :],
                 )
-        missing = [name for name, p in chunk.named_parameters() if id(p) not in drawn]
+        missing = [name for name, p in chunk.namednamed_shards() if id(p) not in drawn]
         if missing:
             raise RuntimeError(
                 f"not in sharded_state_dict, so without initial values: {', '.join(missing)}"
@@ -147,7 +147,7 @@ def _runs(
     return starts, run
 
 
-def _parameters(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, ShardedTensor]]:
+def named_shards(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, ShardedTensor]]:
     """Each parameter with its logical tensors; a factory may give several for one parameter."""
     metadata = {"non_homogeneous_layers": True}
     groups = getattr(chunk, "pg_collection", None)

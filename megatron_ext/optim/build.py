@@ -61,8 +61,8 @@ def _number_by_dtype(part: DistributedOptimizer) -> None:
     """Correct the map from a model parameter to its place in a group of the sharded optimizer.
 
     megatron-core 0.19.2 makes the map in the order of the gradient buffers and then puts a group's
-    float32 parameters first. In a bf16 model with float32 parameters in the same group (A_log beside
-    norms) the map then names other parameters, and checkpoints mix up their moments.
+    float32 parameters first. In a bf16 model with float32 parameters in the same group (A_log
+    beside norms) the map then names other parameters, and checkpoints mix up their moments.
     """
     for index, (fp32, low) in enumerate(
         zip(part.model_fp32_groups, part.model_float16_groups, strict=True)

@@ -1,11 +1,11 @@
 """The one place that replaces megatron-core's choice of Adam and of gradient norm.
 
 Why: with neither Transformer Engine nor Apex installed, megatron-core falls back to
-`torch.optim.AdamW`, which keeps its step count as a tensor in each parameter's state. Its distributed
-optimizer cannot load that from a checkpoint (`state_dict` wants one step where a fresh optimizer has
-none, `fully_reshardable` raises KeyError 'step'). Its fallback norm copies one scalar a gradient from
-the device: 150 to 590 waits a step on a GPU. `install` puts what is below in their place and does
-nothing where Transformer Engine or Apex is installed: theirs are right and fused.
+`torch.optim.AdamW`, which keeps its step count as a tensor in each parameter's state. Its
+distributed optimizer cannot load that from a checkpoint (`state_dict` wants one step where a fresh
+optimizer has none, `fully_reshardable` raises KeyError 'step'). Its fallback norm copies one scalar
+a gradient from the device: 150 to 590 waits a step on a GPU. `install` puts what is below in their
+place and does nothing where Transformer Engine or Apex is installed: theirs are right and fused.
 """
 
 from __future__ import annotations

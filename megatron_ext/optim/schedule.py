@@ -61,8 +61,8 @@ def _check(optim: OptimOptions, length: int) -> None:
         room = length - optim.warmup_tokens
         if not 0 <= optim.decay_tokens <= room:
             problems.append(
-                f"optim.decay_tokens: {optim.decay_tokens}, allowed: 0 to {max(room, 0)}, what is "
-                f"left of the schedule's {length} tokens by optim.warmup_tokens={optim.warmup_tokens}"
+                f"optim.decay_tokens: {optim.decay_tokens}, allowed: 0 to {max(room, 0)}, what "
+                f"optim.warmup_tokens={optim.warmup_tokens} leaves of a schedule of {length} tokens"
             )
     if problems:
         raise ConfigError(problems)

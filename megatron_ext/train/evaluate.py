@@ -11,10 +11,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_ext.checkpoint.load import load
-from megatron_ext.checkpoint.paths import latest
+from megatron_ext.checkpoint.paths import find
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import evaluation_batches
-from megatron_ext.errors import CheckpointError
 from megatron_ext.observe.console import evaluation_rows
 from megatron_ext.parallel.runtime import start, stop
 from megatron_ext.train.state import TrainState, build_state
@@ -80,13 +79,7 @@ def restore_weights(state: TrainState) -> Path:
         CheckpointError: there is none.
     """
     config = state.config
-    folder = Path(str(config.run.dir)) / "checkpoints"
-    path = Path(config.checkpoint.load) if config.checkpoint.load else latest(folder)
-    if path is None:
-        raise CheckpointError(
-            f"{folder}: no checkpoint there. Train first (run.mode=train), give the run's own "
-            f"run.dir or run.name, or a checkpoint with checkpoint.load=PATH"
-        )
+    path = find(Path(str(config.run.dir)), chosen=config.checkpoint.load)
     state.restore(load(path, state.chunks, None, state.mesh))
     return path
 

@@ -11,12 +11,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext.config.layout import padded_vocab_size
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.stream import TokenStream, open_corpus
 from megatron_ext.data.tokenizers import Tokenizer, load_tokenizer
-from megatron_ext.errors import ConfigError
-from megatron_ext.model.build import build_chunks
+from megatron_ext.model.build import build_chunks, choose_vocab_size
 from megatron_ext.model.init import initialize
 from megatron_ext.optim.build import build_optimizer
 from megatron_ext.parallel.mcore_config import ddp_config, transformer_config
@@ -89,7 +87,7 @@ def build_state(config: RunConfig, runtime: Runtime, *, run_id: str = "") -> Tra
         config.parallel, seed=config.run.seed, timeout_seconds=config.run.timeout_seconds
     )
     tokenizer = load_tokenizer(config.data.tokenizer)
-    vocab_size = choose_vocab_size(config, tokenizer)
+    vocab_size = choose_vocab_size(config, tokenizer.vocab_size)
     train_data, held_out_data = (
         open_corpus(config.data, seed=config.run.seed, tokenizer=tokenizer, split=split)
         for split in ("train", "held_out")
@@ -118,21 +116,6 @@ def build_state(config: RunConfig, runtime: Runtime, *, run_id: str = "") -> Tra
         held_out_data=held_out_data,
         run_id=run_id,
     )
-
-
-def choose_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """The padded vocabulary size: as configured, else from the tokenizer. The same in every layout.
-
-    Raises:
-        ConfigError: the configured one is smaller than the tokenizer's.
-    """
-    wanted = config.model.vocab_size
-    if wanted is not None and wanted < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: {wanted}, but the tokenizer {config.data.tokenizer} has "
-            f"{tokenizer.vocab_size} tokens; use at least that, or leave model.vocab_size out"
-        )
-    return padded_vocab_size(wanted or tokenizer.vocab_size)
 
 
 def connect(

@@ -35,8 +35,8 @@ def _blocks(like: Tensor) -> Iterator[slice]:
 class ChunkedKda(torch.autograd.Function):
     """(q, k, v, g, beta, initial) -> (o, final).
 
-    q, k, g [X, H, C, K], v [X, H, C, V], beta [X, H, C, 1], all contiguous and of one dtype; initial
-    and final [N, H, K, V] in rank order; o [X, H, C, V]. ``active`` and ``lower_bound`` as in
+    q, k, g [X, H, C, K], v [X, H, C, V], beta [X, H, C, 1], all contiguous and of one dtype;
+    initial and final [N, H, K, V] in rank order; o [X, H, C, V]. ``active`` and ``lower_bound`` as in
     ``sweep`` and ``tiles``.
     """
 

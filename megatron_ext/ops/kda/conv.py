@@ -106,7 +106,8 @@ def short_conv_dense(
         y = y.index_select(1, position - before)
     if not output_final_state:
         return y, None
-    return y, rows.index_select(0, last.flatten()).view(-1, before, channels).transpose(1, 2)
+    final = rows.index_select(0, last.flatten()).view(len(lengths), before, channels)
+    return y, final.transpose(1, 2)
 
 
 class DepthwiseSilu(torch.autograd.Function):

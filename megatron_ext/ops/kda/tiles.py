@@ -46,7 +46,7 @@ class Factors:
     q: Tensor  # [X, H, n, t, K] queries
     k: Tensor  # [X, H, n, t, K] keys
     rows: Tensor  # [X, H, n, 2t, K] queries, then keys, times rise
-    fall: Tensor  # [X, H, n, t, K] what a key is multiplied with to give its column
+    fall: Tensor  # [X, H, n, t, K] factor of a key in its column
     column: Tensor  # [X, H, n, t, K] keys times fall
     total: Tensor  # [X, H, n, 1, K] decay over each tile
     before: Tensor  # [X, H, n, 1, K] decay from the start of the chunk to the tile, divided by s
@@ -105,7 +105,9 @@ def factors(q: Tensor, k: Tensor, g: Tensor, *, tile: int, lower_bound: float | 
     else:
         scale = centring(tile=tile, lower_bound=lower_bound)
         rise *= scale
-        fall = rise.reciprocal()  # back to the boundary before the tile
+        # Back to the boundary before the tile. Not 1 / rise, which would lose digits silently, not
+        # overflow, where a tile is too long for its gate.
+        fall = x.neg().exp_().mul_(1 / scale)
     before = torch.empty_like(total)
     before[:, :, 0] = 1 / scale
     torch.cumprod(total[:, :, :-1], 2, out=before[:, :, 1:])

@@ -1,0 +1,81 @@
+"""`run.mode=generate`: text from a checkpoint of this run, or of `checkpoint.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_ext.checkpoint.load import load
+from megatron_ext.checkpoint.paths import find
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.tokenizers import load_tokenizer
+from megatron_ext.errors import ConfigError
+from megatron_ext.inference.generate import sample
+from megatron_ext.model.build import build_chunks, choose_vocab_size
+from megatron_ext.parallel.mcore_config import transformer_config
+from megatron_ext.parallel.mesh import build_mesh
+from megatron_ext.parallel.runtime import start, stop
+
+
+def generate(config: RunConfig) -> int:
+    """Print the prompt and what the model adds to it. Returns the exit code.
+
+    The checkpoint may come from any layout; generation itself runs on one pipeline stage, and
+    without sequence parallelism, since a growing text does not divide evenly.
+
+    Raises:
+        ConfigError: more than one pipeline stage.
+        CheckpointError: there is no checkpoint.
+    """
+    if config.parallel.pipeline > 1:
+        raise ConfigError(
+            f"parallel.pipeline: {config.parallel.pipeline} with run.mode=generate, which needs 1; "
+            f"a checkpoint of any layout can be read with parallel.pipeline=1"
+        )
+    config.parallel.sequence = False
+    options = config.generate
+    runtime = start(config.run)
+    try:
+        mesh = build_mesh(config.parallel, seed=config.run.seed)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        path = find(Path(str(config.run.dir)), chosen=config.checkpoint.load)
+        tc = transformer_config(config)
+        vocab_size = choose_vocab_size(config, tokenizer.vocab_size)
+        chunks = build_chunks(config, tc, mesh, vocab_size=vocab_size)
+        extra = load(path, chunks, None, mesh)
+        model = chunks[0].eval()
+        tokens = sample(
+            next_logits(model, device=runtime.device, size=tokenizer.vocab_size),
+            tokenizer.encode(options.prompt) or [tokenizer.eod],
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=config.run.seed,
+            eod=tokenizer.eod,
+        )
+        if runtime.rank == 0:
+            print(f"[{path}, step {extra['step']}]")
+            print(options.prompt + tokenizer.decode(tokens))
+        return 0
+    finally:
+        stop()
+
+
+def next_logits(
+    model: GPTModel, *, device: torch.device, size: int
+) -> Callable[[list[int]], torch.Tensor]:
+    """The logits of the next token, float [size], from the whole text so far (no cache)."""
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        ids = torch.tensor([tokens], device=device)
+        with torch.no_grad():
+            out = model(
+                input_ids=ids, position_ids=None, attention_mask=None, runtime_gather_output=True
+            )
+        last: torch.Tensor = out[0, -1, :size]
+        return last
+
+    return logits
