@@ -20,7 +20,7 @@ from megatron_ext.config.schema import (
 )
 from megatron_ext.errors import ConfigError
 from megatron_ext.model.build import build_chunks
-from megatron_ext.parallel.fake import fake_world, on_meta
+from megatron_ext.parallel.fake import fake_world, on_meta, one_rank_mesh
 from megatron_ext.parallel.mcore_config import ddp_config, optimizer_config, transformer_config
 from megatron_ext.parallel.mesh import describe, fewest_ranks, misfits
 
@@ -174,3 +174,14 @@ def test_fake_ranks_leave_nothing_and_refuse_a_running_group() -> None:
             pass
     assert not torch.distributed.is_initialized()
     assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_a_size_that_does_not_fit_is_said_once() -> None:
+    config = make()
+    config.model.kda.value_dim = config.model.kda.head_dim + 1
+    tc = transformer_config(config)
+    with pytest.raises(ConfigError) as caught, on_meta():
+        build_chunks(config, tc, one_rank_mesh(), vocab_size=256)
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith("model.kda.value_dim")
+    assert "instantiating" not in str(caught.value)
