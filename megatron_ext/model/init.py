@@ -66,7 +66,7 @@ def initialize(chunks: Sequence[nn.Module], *, seed: int) -> None:
                     global_shape=shard.global_shape[shard.prepend_axis_num :],
                     offset=shard.global_offset[shard.prepend_axis_num :],
                 )
-        missing = [name for name, p in chunk.namednamed_shards() if id(p) not in drawn]
+        missing = [name for name, p in chunk.named_parameters() if id(p) not in drawn]
         if missing:
             raise RuntimeError(
                 f"not in sharded_state_dict, so without initial values: {', '.join(missing)}"
