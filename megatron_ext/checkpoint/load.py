@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import paths, rng, state
 from megatron_ext.errors import CheckpointError

@@ -64,8 +64,8 @@ def latest(folder: Path) -> Path | None:
     if not name or Path(name).name != name or not is_complete(path):
         choices = ", ".join(path.name for path in complete.values()) or "none"
         raise CheckpointError(
-            f"{pointer} names {name!r}, which is not a complete checkpoint in {folder}. Complete "
-            f"ones: {choices}. Write one of these names into {pointer}, or start anew with "
+            f"{pointer} names {name!r}, which is not a complete checkpoint in {folder}. "
+            f"Complete ones: {choices}. Write one of these names into {pointer}, or start anew with "
             "run.fresh=true"
         )
     return path

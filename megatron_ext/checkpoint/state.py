@@ -73,7 +73,7 @@ def model_state(chunks: Sequence[nn.Module], mesh: ProcessGroupCollection) -> di
     """
     states: dict[str, Any] = {}
     for index, chunk in enumerate(chunks):
-        module = unwrap(chunk)
+        module: Any = unwrap(chunk)
         state = module.sharded_state_dict(prefix="", metadata=sharding_metadata(mesh))
         saved = {id(value.data) for value in nested_values(state)}
         lost = [n for n, p in module.named_parameters() if id(p) not in saved and n not in state]

@@ -68,7 +68,7 @@ class Adam(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient. Takes no closure."""
         if closure is not None:
             raise ValueError("Adam.step takes no closure")
@@ -85,7 +85,7 @@ class Adam(torch.optim.Optimizer):
                 update = _fused_update if device.type == "cuda" else _formula_update
                 update(
                     params,
-                    [param.grad for param in params],
+                    [param.grad for param in params if param.grad is not None],
                     [state["exp_avg"] for state in states],
                     [state["exp_avg_sq"] for state in states],
                     step=group["step"],
@@ -96,7 +96,7 @@ class Adam(torch.optim.Optimizer):
                 )
 
     def _moments(self, param: Tensor) -> dict[str, Tensor]:
-        state = self.state[param]
+        state: dict[str, Tensor] = self.state[param]
         if "exp_avg" not in state:
             dtype = torch.promote_types(param.dtype, torch.float32)
             state["exp_avg"] = torch.zeros_like(param, dtype=dtype)

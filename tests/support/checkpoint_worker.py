@@ -3,7 +3,8 @@
 one    FOLDER   1 rank: train, save step 2 as `one`, write full tensors and the next step's result
 many   FOLDER   2 ranks: load it in every layout, compare, train on, save each layout's own
 back   FOLDER   1 rank: load what each layout saved and compare
-crash  FOLDER   1 rank: saves that fail to write; then save step 1, begin step 2 in the background, die in the middle of it
+crash  FOLDER   1 rank: saves that fail to write; then save step 1, begin step 2 in
+                    the background, die in the middle of it
 """
 
 from __future__ import annotations
@@ -216,10 +217,14 @@ def one(folder: Path, results: dict[str, Any]) -> None:
         results["bf16_count"] = len(mains)
         setup.step(3)
         setup.save(folder / "bf16", 3)
-        mains = {n: t for n, t in setup.tensors().items() if n.startswith(state.MAIN_WEIGHT)}
+        low = setup.tensors()
+        mains = {n: t for n, t in low.items() if n.startswith(state.MAIN_WEIGHT)}
+        moments = {n: t for n, t in low.items() if "exp_avg" in n}
     with layout(ParallelOptions()) as setup:
         setup.load(folder / "bf16")
         found = setup.tensors()
+        # Also against another optimizer, whose moments are named with no map of megatron-core's.
+        results["bf16_moments"] = max(differences({n: found[n] for n in moments}, moments).values())
         results["fp32_from_bf16"] = max(
             float((found[n.removeprefix(state.MAIN_WEIGHT)] - t).abs().max())
             for n, t in mains.items()

@@ -59,7 +59,7 @@ def test_without_the_file_latest_the_newest_complete_one_counts(tmp_path: Path) 
 def test_a_wrong_latest_is_an_error_that_lists_the_choices(tmp_path: Path, text: str) -> None:
     complete(tmp_path, 10)
     (tmp_path / "latest").write_text(text)
-    with pytest.raises(CheckpointError, match="step_00000010.*run.fresh=true"):
+    with pytest.raises(CheckpointError, match=r"step_00000010.*run.fresh=true"):
         paths.latest(tmp_path)
 
 
@@ -114,9 +114,9 @@ def test_extra_is_plain_json_with_ours_apart(tmp_path: Path) -> None:
 
 def test_errors_name_the_folder_and_its_neighbours(tmp_path: Path) -> None:
     complete(tmp_path, 10)
-    with pytest.raises(CheckpointError, match="no such checkpoint.*step_00000010"):
+    with pytest.raises(CheckpointError, match=r"no such checkpoint.*step_00000010"):
         paths.read_extra(tmp_path / "step_00000011")
-    with pytest.raises(CheckpointError, match="not a complete checkpoint.*step_00000010"):
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint.*step_00000010"):
         paths.read_extra(tmp_path)
     (tmp_path / "step_00000010" / "extra.json").write_text("{")
     with pytest.raises(CheckpointError, match="damaged"):
@@ -126,3 +126,13 @@ def test_errors_name_the_folder_and_its_neighbours(tmp_path: Path) -> None:
 def test_needs_no_torch() -> None:
     code = "import sys, megatron_ext.checkpoint.paths; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_command_on_the_page_goes_back_to_an_older_checkpoint(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+    (command,) = [line for line in page.read_text().splitlines() if line.startswith("echo ")]
+    folder = tmp_path / "runs" / "mine" / "checkpoints"
+    for step in (100, 200):
+        complete(folder, step)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    assert paths.latest(folder) == folder / "step_00000100"

@@ -1,0 +1,142 @@
+"""Checkpoints of a small model with both kinds of attention: exact at the same layout, equal at any
+other, and sound after a failed or killed save. Four launches carry all assertions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAIN = "tests.support.checkpoint_main"
+LAYOUTS = ("tensor", "pipeline", "virtual", "data", "data_plain")
+
+
+def launch(mode: str, folder: Path, *, ranks: int = 1, fails: bool = False) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", "-m"]
+    if ranks > 1:
+        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    done = subprocess.run(
+        [*command, MAIN, mode, str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert (done.returncode != 0) == fails, done.stderr[-3000:]
+    return dict(json.loads((folder / f"{mode}.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> dict[str, Any]:
+    return launch("one", folder)
+
+
+@pytest.fixture(scope="module")
+def many(folder: Path, one: dict[str, Any]) -> dict[str, Any]:
+    return launch("many", folder, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def back(folder: Path, many: dict[str, Any]) -> dict[str, Any]:
+    return launch("back", folder)
+
+
+@pytest.fixture(scope="module")
+def crash(folder: Path) -> dict[str, Any]:
+    return launch("crash", folder, fails=True)
+
+
+def test_resume_at_the_same_layout_is_bit_exact(one: dict[str, Any]) -> None:
+    assert one["resumed"] == 0.0
+    assert one["resumed_norm_equal"]
+    assert one["same_noise"], "the random states came back"
+    assert one["extra"] == one["weights_only"] == {"tokens": 128, "run": "abc"}
+    assert one["smallest_moment"] > 0.0, "the comparison is not one of zeros"
+
+
+def test_precision_may_change_and_float32_parameters_in_bf16_models_keep_their_moments(
+    one: dict[str, Any],
+) -> None:
+    assert one["bf16_count"] > 40
+    assert one["bf16_mains"] == 0.0, "main weights read the float32 weights, not their rounding"
+    assert one["fp32_from_bf16"] == 0.0, "a float32 model reads the main weights"
+    assert one["bf16_plain"] == 0.0, "without a sharded optimizer too"
+    assert one["bf16_moments"] == 0.0
+
+
+def test_weight_decay_reaches_the_groups_of_the_table(one: dict[str, Any]) -> None:
+    assert one["decay"]["optimizer"] == one["decay"]["table"]
+    assert min(one["decay"]["table"]) > 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_layout_loads_the_checkpoint_of_one_rank(many: dict[str, Any], name: str) -> None:
+    assert many[name]["loaded"] == 0.0, "weights and moments, whole tensors"
+    # One step from equal state; rounding by another order of summation only.
+    assert many[name]["trained"] < 1e-4
+    assert many[name]["norm"] < 1e-6, "every gradient counts once in the norm"
+    assert many[name]["again"] == 0.0, "and reads back its own, saved in the background or not"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_one_rank_loads_the_checkpoint_of_any_layout(
+    back: dict[str, Any], name: str, sharded: bool
+) -> None:
+    assert back[f"{name} {sharded}"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("message", "parts"),
+    [
+        ("absent", ["no such checkpoint", "step_00000002"]),
+        ("other", ["not a complete checkpoint", "step_*"]),
+        ("shape", ["output_layer.weight is [128, 32] there and [256, 32] here", "config.yaml"]),
+        ("left_over", ["not in the model: decoder.layers.1.", "and more", "run.fresh=true"]),
+        ("damaged", ["damaged", ".metadata", "latest"]),
+        ("truncated", ["damaged", "latest"]),
+        ("blocked", ["cannot be prepared", "relaunch"]),
+        ("not_json", ["extra.json", "set is not JSON serializable"]),
+    ],
+)
+def test_errors_say_what_and_what_to_do(
+    one: dict[str, Any], message: str, parts: list[str]
+) -> None:
+    for part in parts:
+        assert part in one["messages"][message]
+
+
+@pytest.mark.parametrize("name", ["full_async", "full_sync"])
+def test_a_failed_write_leaves_nothing_and_the_next_save_works(
+    crash: dict[str, Any], name: str
+) -> None:
+    assert "Check free space" in crash[name]
+    assert crash[f"{name}_left"] == ["latest", "step_00000001"]
+    assert crash[f"{name}_after"] == ["latest", "step_00000001", "step_00000003"]
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(
+    crash: dict[str, Any], folder: Path
+) -> None:
+    from megatron_ext.checkpoint import paths
+
+    latest = paths.latest(folder / "crash")
+    assert latest is not None
+    assert latest.name == "step_00000001"
+    assert list(paths.step_folders(folder / "crash")) == [1]
+    assert list((folder / "crash").glob(".step_00000002.*.tmp"))
+    paths.clean(folder / "crash")
+    assert sorted(p.name for p in (folder / "crash").iterdir()) == ["latest", "step_00000001"]
