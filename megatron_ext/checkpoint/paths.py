@@ -65,8 +65,8 @@ def latest(folder: Path) -> Path | None:
         choices = ", ".join(path.name for path in complete.values()) or "none"
         raise CheckpointError(
             f"{pointer} names {name!r}, which is not a complete checkpoint in {folder}. "
-            f"Complete ones: {choices}. Write one of these names into {pointer}, or start anew with "
-            "run.fresh=true"
+            f"Complete ones: {choices}. Write one of these names into {pointer}, or start anew "
+            "with run.fresh=true"
         )
     return path
 
@@ -82,8 +82,8 @@ def find(run_folder: Path, *, chosen: str | None) -> Path:
     path = latest(run_folder / "checkpoints")
     if path is None:
         raise CheckpointError(
-            f"{run_folder / 'checkpoints'}: no checkpoint there. Train first (run.mode=train), name "
-            f"the run's own run.dir or run.name, or give a checkpoint with checkpoint.load=PATH"
+            f"{run_folder / 'checkpoints'}: no checkpoint there. Train first (run.mode=train), "
+            "name the run's own run.dir or run.name, or give a checkpoint with checkpoint.load=PATH"
         )
     return path
 
