@@ -32,7 +32,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "optim.lr=fast",
             "run.fresh=maybe",
             "run.precision=bf61",
-            "train.steps=2.5",
+            "evaluate.tokens=2.5",
         ],
         [
             "train.steps=abc: must be a whole number",
