@@ -22,6 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_ext.config.keys import Key, sections, suggest, table
 from megatron_ext.config.schema import RunConfig
 
+_SEVERAL = (
+    "gives several values, must be one (for a sweep: -m; for text with commas: key='\"a,b\"')"
+)
+
 
 @dataclass
 class Checked:
@@ -135,14 +139,21 @@ def _check_group(
     selected: dict[str, list[str]],
     result: Checked,
 ) -> None:
-    group, value = override.key_or_group, _value(override)
+    group = override.key_or_group
+    if override.is_sweep_override():
+        result.problems.append(f"{override.input_line}: {_SEVERAL}")
+        result.broken_group = True
+        return
+    value: Any = override.value()
     chosen = value if isinstance(value, list) else [value]
     if value is None and group in ("experiment", "local"):
-        chosen = []
-    wrong = [str(choice) for choice in chosen if choice not in options[group]]
-    if override.is_sweep_override() or wrong:
-        shown = override.get_value_element_as_str() if override.value_type else str(value)
-        near = suggest(wrong[0], options[group], count=1) if wrong else []
+        selected[group] = []
+        result.overrides.append(f"~{group}")
+        return
+    wrong = [choice for choice in chosen if choice not in options[group]]
+    if wrong:
+        shown = "null" if wrong[0] is None else str(wrong[0])
+        near = suggest(shown, options[group], count=1)
         hint = f"; did you mean {group}={near[0]}?" if near else ""
         result.problems.append(
             f"{group}={shown}: no such option (allowed {', '.join(options[group])}{hint})"
@@ -172,13 +183,10 @@ def _check_key(
         result.problems.append(unknown(key, keys, list(options)))
         result.broken.update(suggest(key, keys, count=1))
     elif override.is_sweep_override():
-        result.problems.append(
-            f"{override.input_line}: gives several values, must be one (for a sweep: -m; for text "
-            f"with commas: '{key}=\"a,b\"')"
-        )
+        result.problems.append(f"{override.input_line}: {_SEVERAL}")
         result.broken.add(key)
     else:
-        value = _value(override)
+        value: Any = override.value()
         whole = keys[key].kind is int and isinstance(value, float) and value.is_integer()
         line = f"{key}={int(value)}" if whole else (override.input_line or "").lstrip("+")
         problem = wrong_value(keys[key], int(value) if whole else value, scratch)
@@ -188,10 +196,6 @@ def _check_key(
         else:
             result.overrides.append(line)
             result.given.add(key)
-
-
-def _value(override: Override) -> Any:
-    return None if override.is_sweep_override() else override.value()
 
 
 def _flatten(content: Any, prefix: str, keys: Mapping[str, Key]) -> list[tuple[str, Any]]:

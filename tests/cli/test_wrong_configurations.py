@@ -20,10 +20,11 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "misspelt_options": (
-        ["model=nanno", "experiment=k3plan"],
+        ["model=nanno", "experiment=k3plan", "data=null", "experiment=null"],
         [
             "model=nanno: no such option (allowed k3, mini, nano; did you mean model=nano?)",
             "experiment=k3plan: no such option (allowed ",
+            "data=null: no such option (allowed blend, demo, sample)",
         ],
     ),
     "wrong_types": (
@@ -99,9 +100,17 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "what_hydra_would_do": (
-        ["~run.name", "hydra.run.dir=x", "model.kda=3", "optim.lr=1,2", "a=b=,c"],
+        [
+            "~run.name",
+            "model=nano,mini",
+            "hydra.run.dir=x",
+            "model.kda=3",
+            "optim.lr=1,2",
+            "a=b=,c",
+        ],
         [
             "~run.name: keys cannot be removed",
+            "model=nano,mini: gives several values, must be one",
             "hydra.run.dir: Hydra only composes here",
             "model.kda: holds other keys",
             "optim.lr=1,2: gives several values, must be one (for a sweep: -m",
@@ -150,13 +159,13 @@ def test_a_bad_value_raises_no_second_problem_about_its_stand_in() -> None:
 def test_the_number_of_ranks_is_checked_when_known() -> None:
     (text,) = problems(["parallel.pipeline=4"], world_size=6)
     assert text.startswith("ranks=6: must be a multiple of tensor 1 x pipeline 4 x context 1 = 4")
-    (text,) = problems(["train.batch_tokens=7680"], world_size=4)  # 30 sequences
+    (text,) = problems(["train.batch_tokens=7680", "train.micro_batch_size=1"], world_size=4)
     assert "data.sequence_length=256 x data parallel=4 = 1024 (nearest 7168 or 8192)" in text
 
 
 def test_micro_batches_fill_the_interleaved_schedule() -> None:
     words = ["parallel.pipeline=4", "parallel.virtual_pipeline=2", "train.batch_tokens=7680"]
-    (text,) = problems(words)
+    (text,) = problems([*words, "train.micro_batch_size=1"])
     assert "x parallel.pipeline=4 = 1024" in text
 
 
