@@ -1,4 +1,4 @@
-"""The chunked path against the token recurrence: values, gradients, documents, states, causality."""
+"""The chunked path against the token recurrence: values, gradients, documents, causality."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_ext.config.schema import Gate, KdaBackend
 from megatron_ext.ops.kda import chunk_kda, kda, recurrent_kda
 from tests.support.kda_inputs import Case, errors, make, run, worst
 
-# The issue's bound for float32: the recurrence itself in float32 differs from float64 by up to 1e-6,
-# and the tiles add the rounding of exponents up to 80 nats (4e-6 in the worst element).
+# The recurrence itself in float32 differs from float64 by up to 1e-6, and the tiles add the rounding
+# of exponents up to 80 nats (4e-6 in the worst element).
 FLOAT32 = 1e-5
 # Float64 has 29 more bits; conditioning is the same.
 FLOAT64 = 1e-12
@@ -40,7 +40,7 @@ def test_dense_equals_recurrence_with_nearly_identical_keys(shift: float) -> Non
     assert worst(Case(200, same_keys=True, gate_shift=shift)) < FLOAT32
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim", "heads"), [(12, 20, 3), (20, 12, 1), (1, 5, 2)])
+@pytest.mark.parametrize(("key_dim", "value_dim", "heads"), [(12, 20, 3), (20, 12, 1), (3, 5, 2)])
 def test_head_dims_may_differ_and_need_not_be_powers_of_two(
     key_dim: int, value_dim: int, heads: int
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.ops.kda import chunk_kda, max_inverse_decay, recurrent_kda
-from megatron_ext.ops.kda.tiles import CHUNK, TILE, centring, chunk_products
+from megatron_ext.ops.kda.tiles import CHUNK, TILE, centring, chunk_products, empty_products
 from tests.support.kda_inputs import Case, make
 
 FLOAT32 = 1e-5  # as in test_kda_dense
@@ -31,8 +31,8 @@ def gradients(
 
 @pytest.mark.parametrize("size", [1.0, 1e-9, 1e-15, 1e9])
 def test_decay_at_the_bound_everywhere_is_exact_for_gradients_of_any_size(size: float) -> None:
-    # Tiny upstream gradients are what a loss averaged over a large batch gives; with rows as small as
-    # e^-80 they would fall below the smallest float32.
+    # Tiny upstream gradients are what a loss averaged over a large batch gives; with rows as small
+    # as e^-80 they would fall below the smallest float32.
     inputs = tensors(100, decay=-5.0)
     got = gradients(chunk_kda, inputs, size=size)
     want = gradients(recurrent_kda, [x.double() for x in inputs], size=size)
@@ -53,9 +53,11 @@ def test_no_decay_is_exact() -> None:
 
 
 def products(*, tile: int, decay: float, lower_bound: float | None) -> torch.Tensor:
-    q, k, _, g, _ = (x.transpose(1, 2)[:, :, :, ...] for x in tensors(2 * tile, decay=decay))
-    parts = chunk_products(q, k, g.contiguous(), tile=tile, lower_bound=lower_bound)
-    return torch.stack((parts.qk, parts.kk))
+    inputs = tensors(2 * tile, decay=decay)
+    q, k, g = (inputs[i].transpose(1, 2).contiguous() for i in (0, 1, 3))
+    parts = empty_products(k)
+    chunk_products(q, k, g, parts, tile=tile, lower_bound=lower_bound)
+    return parts.square
 
 
 def test_tile_of_16_tokens_is_finite_at_the_bound_and_18_tokens_overflow() -> None:

@@ -7,9 +7,12 @@ Source of the formulas: Kimi Linear (gate ``softplus``) and Kimi K3 section 2.1 
 # ruff: noqa: N803  (A_log is the name of the parameter in every checkpoint)
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_ext.config.schema import Gate
 
@@ -70,6 +73,27 @@ def normalise(x: Tensor, *, scale: float = 1.0) -> Tensor:
     Returns:
         Same shape, float32 or float64.
     """
-    x = x.to(compute_dtype(x))
-    inverse = torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
-    return x * (inverse * scale if scale != 1.0 else inverse)
+    y: Tensor = _Normalise.apply(x, scale)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Normalise(torch.autograd.Function):
+    """Keeps the input in its own dtype and one number a row; autograd would keep four tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        wide = x.to(compute_dtype(x))
+        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        inverse = inverse.add_(NORM_EPS).rsqrt_()
+        ctx.save_for_backward(x, inverse)
+        ctx.scale = scale
+        return wide * (inverse * scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, inverse = ctx.saved_tensors
+        unit = x.to(inverse.dtype) * inverse
+        along = (grads[0] * unit).sum(-1, keepdim=True)
+        d_x = torch.addcmul(grads[0], unit, along, value=-1).mul_(inverse * ctx.scale)
+        return d_x.to(x.dtype), None

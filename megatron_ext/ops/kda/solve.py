@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def invert_unit_lower(lower: Tensor, *, tile: int) -> Tensor:
+def invert_unit_lower(lower: Tensor, out: Tensor, *, tile: int) -> None:
     """(I + L)^-1 of a strictly lower triangular L; no gradient.
 
     The diagonal tiles are inverted by forward substitution and the block rows below merged one by
@@ -18,10 +18,8 @@ def invert_unit_lower(lower: Tensor, *, tile: int) -> Tensor:
 
     Args:
         lower: [..., C, C]; must be zero on and above the diagonal.
+        out: where the inverse goes [..., C, C].
         tile: width of a tile; divides C.
-
-    Returns:
-        [..., C, C].
     """
     count = lower.shape[-1] // tile
     parts = [slice(i * tile, (i + 1) * tile) for i in range(count)]
@@ -30,12 +28,11 @@ def invert_unit_lower(lower: Tensor, *, tile: int) -> Tensor:
     solved = torch.linalg.solve_triangular(
         diagonal, eye.expand_as(diagonal), upper=False, unitriangular=True
     )
-    inverse = torch.zeros_like(lower)
+    out.zero_()
     for i, part in enumerate(parts):
-        inverse[..., part, part] = solved[..., i, :, :]
+        out[..., part, part] = solved[..., i, :, :]
         if i > 0:
             # [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]
             above = slice(0, i * tile)
-            product = lower[..., part, above] @ inverse[..., above, above]
-            inverse[..., part, above] = (solved[..., i, :, :] @ product).neg_()
-    return inverse
+            product = lower[..., part, above] @ out[..., above, above]
+            out[..., part, above] = (solved[..., i, :, :] @ product).neg_()

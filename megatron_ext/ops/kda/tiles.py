@@ -14,8 +14,8 @@ factor and a column factor, and one of them grows. So a chunk of C tokens is cut
 Row factors are multiplied by a power of two s near e^40 and column factors divided by it, so both
 stay within e^(+-40). Else a row would be as small as e^-80 = 2e-35, and with it the gradients of a
 loss averaged over a large batch would fall below the smallest float32. A power of two changes no
-digit. A midpoint of the tile's own decay would centre as well, but then the rounding of early tokens
-would depend on later gates: no longer strictly causal.
+digit. A midpoint of the tile's own decay would centre as well, but then the rounding of early
+tokens would depend on later gates: no longer strictly causal.
 
 Forward and backward are written out: the backward of autograd multiplies by s and by exp(-x) one
 after the other, which leaves the range again.
@@ -57,14 +57,29 @@ class Factors:
 
 @dataclass(frozen=True)
 class Products:
-    """What the chunk algorithm needs from the decay."""
+    """What the chunk algorithm needs from the decay, or the gradients of these tensors."""
 
-    qk: Tensor  # [X, H, C, C] lower triangle with the diagonal
-    kk: Tensor  # [X, H, C, C] strictly lower triangle
-    q_in: Tensor  # [X, H, C, K] queries, decayed since the start of the chunk
-    k_in: Tensor  # [X, H, C, K] keys, decayed since the start of the chunk
+    square: Tensor  # [X, H, 2, C, C] query-key (lower triangle) and key-key (strictly lower)
+    since: Tensor  # [X, H, 2, C, K] queries and keys, decayed since the start of the chunk
     k_out: Tensor  # [X, H, C, K] keys, decayed until the end of the chunk
     decay: Tensor  # [X, H, K] decay over the chunk
+
+    def block(self, chunks: slice) -> Products:
+        """Views of some of the chunks."""
+        return Products(
+            self.square[chunks], self.since[chunks], self.k_out[chunks], self.decay[chunks]
+        )
+
+
+def empty_products(k: Tensor) -> Products:
+    """Room for the products of all chunks of keys [X, H, C, K]."""
+    chunks, heads, size, width = k.shape
+    return Products(
+        square=k.new_empty(chunks, heads, 2, size, size),
+        since=k.new_empty(chunks, heads, 2, size, width),
+        k_out=torch.empty_like(k),
+        decay=k.new_empty(chunks, heads, width),
+    )
 
 
 def centring(*, tile: int, lower_bound: float) -> float:
@@ -96,7 +111,7 @@ def factors(q: Tensor, k: Tensor, g: Tensor, *, tile: int, lower_bound: float | 
     """Row and column factors of every tile; arguments as ``chunk_products``."""
     shape = (*q.shape[:2], q.shape[2] // tile, tile, q.shape[3])
     q, k = q.view(shape), k.view(shape)
-    x = g.view(shape).cumsum(-2)
+    x = running_sum(g.view(shape).clone())
     rise = x.exp()
     total = rise[..., -1:, :].clone()
     scale = 1.0
@@ -121,8 +136,8 @@ def factors(q: Tensor, k: Tensor, g: Tensor, *, tile: int, lower_bound: float | 
 
 
 def chunk_products(
-    q: Tensor, k: Tensor, g: Tensor, *, tile: int, lower_bound: float | None
-) -> Products:
+    q: Tensor, k: Tensor, g: Tensor, out: Products, *, tile: int, lower_bound: float | None
+) -> None:
     """All decayed products of every chunk; no gradient (see ``chunk_products_backward``).
 
     Args:
@@ -130,36 +145,35 @@ def chunk_products(
         k: [X, H, C, K].
         g: log-decay [X, H, C, K], within [lower_bound, 0]. Not checked here: a gate that breaks the
             bound overflows to inf and NaN.
+        out: where the products go.
         tile: tokens a tile.
         lower_bound: of ``g``; None: no bound, the diagonal tiles are computed element by element.
     """
     f = factors(q, k, g, tile=tile, lower_bound=lower_bound)
     chunks, heads, size, _ = q.shape
     count = size // tile
-    both = q.new_zeros(chunks, heads, count, 2 * tile, size)
-    columns = torch.empty_like(q)
+    square = out.square.view(chunks, heads, 2, count, tile, size)
+    columns = out.k_out
     for i in range(count):
         here = slice(i * tile, (i + 1) * tile)
         if f.matrix:
             columns[:, :, here] = f.column[:, :, i]
         else:
-            both[:, :, i, :, here] = elementwise_tile(f.q[:, :, i], f.k[:, :, i], f.x[:, :, i])
+            diagonal = elementwise_tile(f.q[:, :, i], f.k[:, :, i], f.x[:, :, i])
+            square[:, :, :, i, :, here] = torch.unflatten(diagonal, 2, (2, tile))
         stop = (i + 1) * tile if f.matrix else i * tile
-        both[:, :, i, :, :stop] = f.rows[:, :, i] @ columns[:, :, :stop].transpose(-1, -2)
+        block = f.rows[:, :, i] @ columns[:, :, :stop].transpose(-1, -2)
+        square[:, :, :, i, :, :stop] = block.view(chunks, heads, 2, tile, stop)
         columns[:, :, :stop] *= f.total[:, :, i]
         if not f.matrix:
             columns[:, :, here] = f.column[:, :, i]
-    qk = both[:, :, :, :tile].reshape(chunks, heads, size, size)
-    kk = both[:, :, :, tile:].reshape(chunks, heads, size, size)
-    since = (f.rows * f.before).view(chunks, heads, count, 2, tile, -1)
-    return Products(
-        qk=qk.tril_(),  # tril selects: it writes zeros, whatever stood there
-        kk=kk.tril_(-1),
-        q_in=since[:, :, :, 0].reshape(q.shape),
-        k_in=since[:, :, :, 1].reshape(q.shape),
-        k_out=columns.mul_(f.scale),
-        decay=(f.before[:, :, -1, 0] * f.total[:, :, -1, 0]).mul_(f.scale),
-    )
+    # tril selects: it writes zeros whatever stood there, be it junk or memory never written
+    out.square.tril_()
+    out.square[:, :, 1].diagonal(dim1=-2, dim2=-1).zero_()
+    rows = torch.unflatten(f.rows, 3, (2, tile)).transpose(2, 3)
+    torch.mul(rows, f.before[:, :, None], out=torch.unflatten(out.since, 3, (count, tile)))
+    columns.mul_(f.scale)
+    torch.mul(f.before[:, :, -1, 0], f.total[:, :, -1, 0] * f.scale, out=out.decay)
 
 
 def chunk_products_backward(
@@ -167,51 +181,57 @@ def chunk_products_backward(
     k: Tensor,
     g: Tensor,
     grad: Products,
+    out: tuple[Tensor, Tensor, Tensor],
     *,
     tile: int,
     lower_bound: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and g, given those of every product, and ``k_in`` once more.
+) -> None:
+    """Gradients of q, k and g, given those of every product.
 
-    Shapes as ``chunk_products``.
-    ``grad.qk`` and ``grad.kk`` may hold anything above their triangles.
+    Args:
+        q: as for ``chunk_products``, as ``k`` and ``g``.
+        k: [X, H, C, K].
+        g: [X, H, C, K].
+        grad: ``square`` may hold anything above its triangles; overwritten.
+        out: where the gradients of q, k and g go [X, H, C, K].
+        tile: tokens a tile.
+        lower_bound: as for ``chunk_products``.
     """
     f = factors(q, k, g, tile=tile, lower_bound=lower_bound)
     chunks, heads, size, width = q.shape
     count = size // tile
-    tiled = f.q.shape
+    d_q, d_k, d_g = (x.view(f.q.shape) for x in out)
     # q_i k_i on the diagonal does not decay. Left to the tiles, its two gradients of the gate would
     # cancel only up to rounding, and under strong decay that rounding would be all there is.
-    diagonal = grad.qk.diagonal(dim1=-2, dim2=-1)[..., None]
-    both = torch.empty(chunks, heads, count, 2, tile, size, dtype=q.dtype, device=q.device)
-    both[:, :, :, 0] = grad.qk.tril(-1).view(chunks, heads, count, tile, size)
-    both[:, :, :, 1] = grad.kk.tril(-1).view(chunks, heads, count, tile, size)
-    both = both.view(chunks, heads, count, 2 * tile, size)
+    diagonal = grad.square[:, :, 0].diagonal(dim1=-2, dim2=-1).clone()[..., None]
+    square = grad.square.tril_(-1).view(chunks, heads, 2, count, tile, size)
 
-    columns = torch.empty_like(q)
-    saved: list[Tensor] = []  # the columns that each row tile met
+    columns: list[Tensor] = []  # that each row tile met
     for i in range(count):
-        here = slice(i * tile, (i + 1) * tile)
-        if f.matrix:
-            columns[:, :, here] = f.column[:, :, i]
         stop = (i + 1) * tile if f.matrix else i * tile
-        saved.append(columns[:, :, :stop].clone())
-        columns[:, :, :stop] *= f.total[:, :, i]
-        if not f.matrix:
-            columns[:, :, here] = f.column[:, :, i]
+        met = q.new_empty(chunks, heads, stop, width)
+        if i > 0:
+            known = columns[-1].shape[2]
+            torch.mul(columns[-1], f.total[:, :, i - 1], out=met[:, :, :known])
+            if not f.matrix:
+                met[:, :, known:] = f.column[:, :, i - 1]
+        if f.matrix:
+            met[:, :, i * tile :] = f.column[:, :, i]
+        columns.append(met)
 
-    # Logarithmic gradients: of log(total) of each tile, at first what reaches it through `before`
-    # of later tiles and through `decay`.
-    since = (f.rows * f.before).view(chunks, heads, count, 2, tile, width)
-    d_since = torch.stack((grad.q_in.view(tiled), grad.k_in.view(tiled)), 3)
-    d_rows = (d_since * f.before[:, :, :, None]).view(chunks, heads, count, 2 * tile, width)
-    d_before = (since * d_since).sum((3, 4))  # [X, H, n, K]
-    chunk_decay = (f.before[:, :, -1, 0] * f.total[:, :, -1, 0]).mul_(f.scale)
+    d_rows = torch.empty_like(f.rows)
+    d_since = torch.unflatten(grad.since, 3, (count, tile))
+    rows = torch.unflatten(d_rows, 3, (2, tile)).transpose(2, 3)
+    torch.mul(d_since, f.before[:, :, None], out=rows)
+    # Of log(total), a tile at a time: first what reaches it through `before` of later tiles and
+    # through the decay of the chunk.
+    d_before = (f.rows * d_rows).sum(3)
     d_total = d_before.flip(2).cumsum(2).flip(2) - d_before
+    chunk_decay = f.before[:, :, -1, 0] * f.total[:, :, -1, 0] * f.scale
     d_total += (grad.decay * chunk_decay)[:, :, None]
 
-    d_columns = grad.k_out * f.scale
-    d_column = torch.empty(tiled, dtype=q.dtype, device=q.device)
+    d_columns = grad.k_out.mul_(f.scale)
+    d_column = torch.empty_like(f.column)
     for i in reversed(range(count)):
         here = slice(i * tile, (i + 1) * tile)
         if not f.matrix:
@@ -219,15 +239,15 @@ def chunk_products_backward(
         stop = (i + 1) * tile if f.matrix else i * tile
         part = d_columns[:, :, :stop]
         part *= f.total[:, :, i]
-        d_total[:, :, i] += (part * saved[i]).sum(2)
-        block = both[:, :, i, :, :stop]
+        d_total[:, :, i] += (part * columns[i]).sum(2)
+        block = square[:, :, :, i, :, :stop].reshape(chunks, heads, 2 * tile, stop)
         part += block.transpose(-1, -2) @ f.rows[:, :, i]
-        d_rows[:, :, i] += block @ saved[i]
+        d_rows[:, :, i] += block @ columns[i]
         if f.matrix:
             d_column[:, :, i] = d_columns[:, :, here]
 
-    d_q = d_rows[..., :tile, :] * f.rise
-    d_k = d_rows[..., tile:, :] * f.rise
+    torch.mul(d_rows[..., :tile, :], f.rise, out=d_q)
+    torch.mul(d_rows[..., tile:, :], f.rise, out=d_k)
     fallen = d_column * f.fall
     d_x = torch.mul(d_q, f.q).addcmul_(d_k - fallen, f.k)
     d_k += fallen
@@ -235,15 +255,30 @@ def chunk_products_backward(
         d_total += (d_column * f.column).sum(-2)
         for i in range(count):
             here = slice(i * tile, (i + 1) * tile)
-            tile_grads = _elementwise_backward(f, i, both[:, :, i, :, here])
+            block = square[:, :, :, i, :, here].reshape(chunks, heads, 2 * tile, tile)
+            tile_grads = _elementwise_backward(f, i, block)
             for target, value in zip((d_q, d_k, d_x), tile_grads, strict=True):
                 target[:, :, i] += value
     d_x[..., -1, :] += d_total
-    d_q.view(q.shape).addcmul_(diagonal, k)
-    d_k.view(q.shape).addcmul_(diagonal, q)
-    d_g = d_x.flip(-2).cumsum(-2).flip(-2)
-    k_in = since[:, :, :, 1].reshape(q.shape)
-    return d_q.view(q.shape), d_k.view(q.shape), d_g.view(q.shape), k_in
+    out[0].addcmul_(diagonal, k)
+    out[1].addcmul_(diagonal, q)
+    d_g.copy_(running_sum(d_x, reverse=True))
+
+
+def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
+    """Running sum over the second to last dimension, in place on a CPU.
+
+    torch.cumsum is slow there along an inner dimension of 16.
+    """
+    if x.device.type != "cpu":
+        return x.flip(-2).cumsum(-2).flip(-2) if reverse else x.cumsum(-2)
+    last = x.shape[-2] - 1
+    for i in range(last):
+        if reverse:
+            x[..., last - i - 1, :] += x[..., last - i, :]
+        else:
+            x[..., i + 1, :] += x[..., i, :]
+    return x
 
 
 def _elementwise_backward(f: Factors, index: int, grad: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,127 @@
+"""fla and the dense path on a GPU against the float64 recurrence on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+
+from megatron_ext.config.schema import Gate, KdaBackend
+from megatron_ext.ops.kda import kda, resolve_backend, short_conv
+from megatron_ext.ops.situ import situ_glu, situ_glu_reference
+from tests.support.kda_inputs import Case, errors, make, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+needs_fla = pytest.mark.skipif(
+    importlib.util.find_spec("fla") is None, reason="needs the package fla-core"
+)
+# bfloat16 operands (8 bits) through two chained products: measured 2e-3 to 5e-3 by all kernels.
+BFLOAT16 = 1e-2
+# As on the CPU; float32 products on a GPU are exact float32 unless TF32 is switched on.
+FLOAT32 = 1e-5
+
+CASES = [
+    Case(200, batch=2, heads=2, key_dim=64, value_dim=64),
+    Case(200, heads=2, key_dim=64, value_dim=64, offsets=(0, 1, 64, 130, 131, 200)),
+    Case(130, heads=2, key_dim=64, value_dim=64, gate_shift=30.0),
+    Case(130, heads=2, key_dim=64, value_dim=64, gate=Gate.bounded_plain),
+    Case(130, heads=2, key_dim=64, value_dim=64, gate=Gate.softplus),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dense_equals_the_recurrence(case: Case) -> None:
+    inputs = {n: x.float().double() for n, x in make(case).items()}
+    want = run(case, inputs, backend=KdaBackend.reference, dtype=torch.float64)
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        got = run(case, inputs, backend=KdaBackend.dense, dtype=torch.float32, device="cuda")
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    got = {n: x.cpu() for n, x in got.items()}
+    assert max(errors(got, want).values()) < FLOAT32
+
+
+@needs_fla
+@pytest.mark.parametrize("case", CASES)
+def test_fla_equals_the_recurrence(case: Case) -> None:
+    inputs = {n: x.bfloat16().double() for n, x in make(case).items()}
+    for name in ("A_log", "dt_bias", "initial_state"):
+        if name in inputs:
+            inputs[name] = make(case)[name].float().double()
+    want = run(case, inputs, backend=KdaBackend.reference, dtype=torch.float64)
+    leaves = {
+        n: x.to("cuda", torch.bfloat16 if n in ("q", "k", "v", "z", "beta") else torch.float32)
+        for n, x in inputs.items()
+    }
+    leaves = {n: x.requires_grad_() for n, x in leaves.items()}
+    offsets = None if case.offsets is None else torch.tensor(case.offsets, device="cuda")
+    o, final = kda(
+        *(leaves[n] for n in ("q", "k", "v", "z", "beta")),
+        leaves.get("A_log"),
+        leaves["dt_bias"],
+        gate=case.gate,
+        lower_bound=-5.0,
+        cu_seqlens=offsets,
+        initial_state=leaves["initial_state"],
+        output_final_state=True,
+        backend=KdaBackend.fla,
+        require=True,
+    )
+    generator = torch.Generator().manual_seed(99)
+    upstream = [
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in (o, final)
+    ]
+    grads = torch.autograd.grad([o, final], list(leaves.values()), upstream)
+    got = {"o": o, "final": final} | {f"d_{n}": g for n, g in zip(leaves, grads, strict=True)}
+    found = errors({n: x.detach().cpu() for n, x in got.items()}, want)
+    assert final.dtype == torch.float32
+    assert all(math.isfinite(x) for x in found.values())
+    assert max(found.values()) < BFLOAT16, found
+
+
+@needs_fla
+def test_fla_convolution_equals_the_dense_one_and_carries_its_state() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 50, 64, device="cuda"), torch.randn(64, 4, device="cuda")
+    offsets = torch.tensor([0, 2, 20, 50], device="cuda")
+    state = torch.randn(3, 64, 3, device="cuda")
+    results = [
+        short_conv(
+            x,
+            weight,
+            cu_seqlens=offsets,
+            backend=backend,
+            initial_state=state,
+            output_final_state=True,
+        )
+        for backend in (KdaBackend.dense, KdaBackend.fla)
+    ]
+    for a, b in zip(*results, strict=True):
+        # Four products in float32, in another order.
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@needs_fla
+def test_auto_is_fla_on_a_gpu_and_float64_is_refused() -> None:
+    device = torch.device("cuda")
+    for gate in Gate:
+        found = resolve_backend(KdaBackend.auto, device, head_dim=128, gate=gate)
+        assert found is KdaBackend.fla
+    case = Case(8)
+    with pytest.raises(ValueError, match="use dense"):
+        run(case, make(case), backend=KdaBackend.fla, dtype=torch.float64, device="cuda")
+
+
+def test_situ_in_bfloat16() -> None:
+    gate, up = (torch.randn(4096, device="cuda").bfloat16() for _ in range(2))
+    exact = situ_glu_reference(gate.double(), up.double(), beta=4.0, linear_beta=25.0)
+    found = situ_glu(gate, up, beta=4.0, linear_beta=25.0).double()
+    # One rounding of the result to 8 bits.
+    torch.testing.assert_close(found, exact, rtol=2**-8, atol=1e-6)
