@@ -11,8 +11,8 @@ from megatron_ext.config.schema import Gate, KdaBackend
 from megatron_ext.ops.kda import chunk_kda, kda, recurrent_kda
 from tests.support.kda_inputs import Case, errors, make, run, worst
 
-# The recurrence itself in float32 differs from float64 by up to 1e-6, and the tiles add the rounding
-# of exponents up to 80 nats (4e-6 in the worst element).
+# The recurrence itself in float32 differs from float64 by up to 1e-6, and the tiles add the
+# rounding of exponents up to 80 nats (4e-6 in the worst element).
 FLOAT32 = 1e-5
 # Float64 has 29 more bits; conditioning is the same.
 FLOAT64 = 1e-12
