@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import paths, rng, state
@@ -112,12 +113,26 @@ def _agree_on(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         extra = paths.read_extra(path)
         stored = load_sharded_metadata(str(path))
+        if dist.get_rank() == 0:
+            _check_sizes(path)
     except CheckpointError as error:
         problem.append(str(error))
     except Exception as error:  # Damaged pickles raise anything.
         problem.append(_damaged(path, error))
     _raise_together(path, problem)
     return extra, stored
+
+
+def _check_sizes(path: Path) -> None:
+    """Notice a file that is missing or cut short before anything is read, whoever would read it."""
+    needed: dict[str, int] = {}
+    for info in (FileSystemReader(path).read_metadata().storage_data or {}).values():
+        end = info.offset + info.length
+        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+    for name, size in sorted(needed.items()):
+        found = (path / name).stat().st_size
+        if found < size:
+            raise OSError(f"{name} has {found} bytes, not the {size} that were written")
 
 
 def _raise_together(path: Path, problems: list[str]) -> None:

@@ -107,7 +107,7 @@ def test_one_rank_loads_the_checkpoint_of_any_layout(
         ("shape", ["output_layer.weight is [128, 32] there and [256, 32] here", "config.yaml"]),
         ("left_over", ["not in the model: decoder.layers.1.", "and more", "run.fresh=true"]),
         ("damaged", ["damaged", ".metadata", "latest"]),
-        ("truncated", ["damaged", "latest"]),
+        ("truncated", ["distcp has", "bytes, not the", "latest"]),
         ("blocked", ["cannot be prepared", "relaunch"]),
         ("not_json", ["extra.json", "set is not JSON serializable"]),
     ],

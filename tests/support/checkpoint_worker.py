@@ -267,7 +267,7 @@ def errors(folder: Path, results: dict[str, Any]) -> None:
         (path / "gone").rename(path / ".metadata")
         data = max(path.glob("*.distcp"), key=lambda p: p.stat().st_size)
         whole = data.read_bytes()
-        data.write_bytes(whole[: len(whole) // 2])
+        data.write_bytes(whole[:-1])
         messages["truncated"] = failure(path, setup)
         data.write_bytes(whole)
         blocked = folder / "blocked"
