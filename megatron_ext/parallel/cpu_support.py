@@ -249,7 +249,7 @@ def install(device: torch.device) -> list[str]:
     mode = _installed_mode()
     if mode is None:
         mode = DeviceMode(device)
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
     mode.device = device
     if not mode.undo:
         for replacement in REPLACEMENTS:
@@ -275,7 +275,7 @@ def uninstall() -> None:
 
 def _installed_mode() -> DeviceMode | None:
     # torch's own stack is where the mode lives, so no global of ours has to remember it.
-    for mode in torch.overrides._get_current_function_mode_stack():
+    for mode in torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
         if isinstance(mode, DeviceMode):
             return mode
     return None

@@ -33,7 +33,7 @@ def on_meta() -> Iterator[None]:
 
     Works in a running job of any device, and touches no GPU in a process that has not started one.
     """
-    support_needed = cpu_support.installed_device() is None and not torch.cuda.is_initialized()
+    support_needed = cpu_support.installed_device() is None and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if support_needed:
         cpu_support.install(torch.device("meta"))
     try:

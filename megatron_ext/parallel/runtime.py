@@ -149,7 +149,11 @@ def start(run: RunOptions) -> Runtime:
         )
     else:
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            backend,
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timeout,  # type: ignore[attr-defined]
         )
     seed_everything(run.seed)
     set_precision(run.precision)
