@@ -1,0 +1,89 @@
+"""One seeded fault for each parallel mode: a lost reduction or a double count, as real bugs are.
+The layout test must turn red with each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_ext.train.state import TrainState
+
+
+def _nothing() -> Callable[[], None]:
+    return lambda: None
+
+
+def _no_effect(state: TrainState) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`before` is called before the model is built and returns what undoes it; `after` after."""
+
+    before: Callable[[], Callable[[], None]] = _nothing
+    after: Callable[[TrainState], None] = _no_effect
+
+
+def _lost_head_norm_sum() -> Callable[[], None]:
+    """Tensor: the norm over a head's width is used on local heads, and its gradient not summed."""
+    from megatron_ext.layers import norms
+
+    real = norms.tensor_parallel
+    norms.tensor_parallel = SimpleNamespace(
+        copy_to_tensor_model_parallel_region=lambda x, group=None: x
+    )
+
+    def undo() -> None:
+        norms.tensor_parallel = real
+
+    return undo
+
+
+def _lost_sequence_sum(state: TrainState) -> None:
+    """Sequence: a norm that sees its shard of the sequence only is not summed over the shards."""
+    for chunk in state.chunks:
+        for name, param in chunk.named_parameters():
+            if name.endswith("input_layernorm.weight"):
+                param.sequence_parallel = False
+
+
+def _lost_token_count(state: TrainState) -> None:
+    """Pipeline: the first stage divides by another number of tokens than the last one."""
+    real = state.tc.finalize_model_grads_func
+
+    def finalize(model: Any, num_tokens: Any = None, **rest: Any) -> None:
+        real(model, num_tokens, **rest)
+        if torch.distributed.get_rank() == 0:
+            for chunk in state.chunks:
+                chunk.scale_gradients(0.5)
+
+    state.tc.finalize_model_grads_func = finalize
+
+
+def _no_overlap(state: TrainState) -> None:
+    """Virtual pipeline: two stages without overlapped sends give wrong numbers without a word."""
+    state.tc.overlap_p2p_comm, state.tc.batch_p2p_comm = False, True
+
+
+def _lost_data_sum(state: TrainState) -> None:
+    """Data: gradients stay local."""
+    for chunk in state.chunks:
+        for buffer in chunk.buffers:
+            buffer.ddp_config.num_distributed_optimizer_instances = 1
+        for group in chunk.bucket_groups:
+            group.finish_grad_sync = lambda *args, **kwargs: None
+            group.start_grad_sync = lambda *args, **kwargs: None
+
+
+FAULTS = {
+    "lost_head_norm_sum": Fault(before=_lost_head_norm_sum),
+    "lost_sequence_sum": Fault(after=_lost_sequence_sum),
+    "lost_token_count": Fault(after=_lost_token_count),
+    "no_overlap": Fault(after=_no_overlap),
+    "lost_data_sum": Fault(after=_lost_data_sum),
+}

@@ -1,0 +1,180 @@
+"""Trains a few steps in one layout after the other and writes down everything, whole.
+
+    torchrun ... -m tests.support.layout_main FOLDER CASE[:FAULT] ...
+
+Each case is a fresh start of `STEPS` steps, then (unless a fault is seeded) the checkpoint that the
+one-rank case saved after `STEPS - 1` steps is loaded and the last step is done once more. Rank 0
+writes FOLDER/<case>.pt: losses, gradient norms, and by logical name whole tensors of initial
+weights, gradients of step 1, updates, and the resumed run's update.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_ext.checkpoint.load import load
+from megatron_ext.checkpoint.save import Checkpointer
+from megatron_ext.checkpoint.state import unwrap
+from megatron_ext.config.compose import compose
+from megatron_ext.model.init import named_shards
+from megatron_ext.parallel import runtime
+from megatron_ext.train.evaluate import held_out_loss
+from megatron_ext.train.state import TrainState, build_state
+from megatron_ext.train.step import train_step
+from tests.support.faults import FAULTS
+
+STEPS = 3
+# Constant rate without warm-up and eps 1e-5: updates then compare to 1e-4; at eps 1e-8 rounding of
+# gradients near eps is amplified, and correct code differs by up to 7e-4.
+COMMON = [
+    "data=sample",
+    "data.sequence_length=32",
+    "train.batch_tokens=512",
+    "train.micro_batch_size=2",
+    "train.steps=3",
+    "evaluate.tokens=1024",
+    "optim.schedule=constant",
+    "optim.eps=1e-5",
+    # At 0.02 attention scores of a new model are so small that the gradients of the query norms lie
+    # near eps, where rounding is amplified as well.
+    "model.init_std=0.06",
+    "parallel.distributed_optimizer=false",  # else a rank has whole gradients of its share only
+]
+CASES: dict[str, list[str]] = {
+    "one": [],
+    "one_recompute_full": ["train.recompute=full"],
+    "one_recompute_selective": ["train.recompute=selective"],
+    "one_micro_batch_4": ["train.micro_batch_size=4"],
+    "one_isolated": ["data.isolate_documents=true"],
+    "one_gated": ["model.attention=gated"],
+    "tp2_sp": ["parallel.tensor=2"],
+    "tp2": ["parallel.tensor=2", "parallel.sequence=false"],
+    "tp2_sp_recompute_full": ["parallel.tensor=2", "train.recompute=full"],
+    "tp2_sp_recompute_selective": ["parallel.tensor=2", "train.recompute=selective"],
+    "tp2_sp_isolated": ["parallel.tensor=2", "data.isolate_documents=true"],
+    "tp2_sp_gated": ["parallel.tensor=2", "model.attention=gated"],
+    "pp2": ["parallel.pipeline=2"],
+    "pp2_uneven": ["parallel.pipeline=2", "parallel.stage_layers=[5,1]"],
+    "pp2_vpp2": ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+    "pp2_vpp2_recompute_full": [
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
+        "train.recompute=full",
+    ],
+    "dp2": [],
+    "dp2_sharded": ["parallel.distributed_optimizer=true"],
+    "dp2_overlap": [
+        "parallel.distributed_optimizer=true",
+        "parallel.overlap_grad_reduce=true",
+        "parallel.overlap_param_gather=true",
+    ],
+    "tp2_sp_pp2": ["parallel.tensor=2", "parallel.pipeline=2"],
+    "tp2_sp_dp2": ["parallel.tensor=2"],
+    "pp2_dp2": ["parallel.pipeline=2"],
+    "pp4_vpp2": ["parallel.pipeline=4", "parallel.virtual_pipeline=2"],
+    "tp4_sp": ["parallel.tensor=4"],
+}
+
+
+def main() -> None:
+    folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    extra = json.loads((folder / "overrides.json").read_text())
+    place = runtime.start(compose([*COMMON, *extra]).run)
+    for case in cases:
+        name, _, fault = case.partition(":")
+        config = compose([*COMMON, *CASES[name], *extra], world_size=place.world_size)
+        undo = FAULTS[fault].before() if fault else None
+        state = build_state(config, place)
+        if fault:
+            FAULTS[fault].after(state)
+        record = run_case(state, folder, name=name, resume=not fault)
+        if undo:
+            undo()
+        if place.rank == 0:
+            torch.save(record, folder / f"{case.replace(':', '_')}.pt")
+        parallel_state.destroy_model_parallel()
+    runtime.stop()
+
+
+def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dict[str, Any]:
+    """Everything about one case, on every rank (whole tensors on rank 0 only)."""
+    record: dict[str, Any] = {"loss": [], "grad_norm": []}
+    start = whole(state, main_weight)
+    record["initial"] = start
+    evaluation = [held_out_loss(state)["eval/loss"]]
+    step = state.optimizer.step
+
+    def step_and_keep_gradient() -> Any:
+        if "gradient" not in record and not state.config.parallel.distributed_optimizer:
+            record["gradient"] = whole(state, lambda param: param.main_grad)
+        return step()
+
+    state.optimizer.step = step_and_keep_gradient
+    for number in range(STEPS):
+        if name == "one" and number == STEPS - 1:
+            save_here(state, folder)
+        values = train_step(state)
+        record["loss"].append(values["loss"])
+        record["grad_norm"].append(values["grad_norm"])
+    record["update"] = difference(whole(state, main_weight), start)
+    evaluation.append(held_out_loss(state)["eval/loss"])
+    record["evaluation"] = evaluation
+    checkpoint = folder / "checkpoints" / f"step_{STEPS - 1:08d}"
+    if resume and checkpoint.exists() and ("gated" not in name):
+        state.restore(load(checkpoint, state.chunks, state.optimizer, state.mesh))
+        begin = whole(state, main_weight)
+        values = train_step(state)
+        record["resumed_loss"] = values["loss"]
+        record["resumed_update"] = difference(whole(state, main_weight), begin)
+    return record
+
+
+def save_here(state: TrainState, folder: Path) -> None:
+    saver = Checkpointer(
+        folder / "checkpoints", mesh=state.mesh, asynchronous=False, keep=0, keep_every=0
+    )
+    saver.save(state.step, state.chunks, state.optimizer, state.extra())
+    saver.close()
+
+
+def main_weight(param: Tensor) -> Tensor:
+    return param.detach()
+
+
+def whole(state: TrainState, value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """Tensors by logical name, put together from all ranks on rank 0 (elsewhere empty).
+
+    Raises:
+        AssertionError: two ranks hold the same piece with different bits.
+    """
+    pieces = []
+    for chunk in state.chunks:
+        for param, shard in named_shards(unwrap(chunk)):
+            data = value(param).detach().float().cpu().clone().reshape(shard.local_shape)
+            pieces.append((shard.key, shard.global_shape, shard.global_offset, data))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(pieces, gathered if dist.get_rank() == 0 else None)
+    tensors: dict[str, Tensor] = {}
+    seen: dict[Any, Tensor] = {}
+    for key, shape, offset, data in (p for part in gathered if part for p in part):
+        if (key, offset) in seen:
+            assert torch.equal(seen[key, offset], data), f"{key} {offset}: replicas differ"
+            continue
+        seen[key, offset] = data
+        target = tensors.setdefault(key, torch.full(shape, float("nan")))
+        place = tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))
+        target[place] = data
+    return tensors
+
+
+def difference(after: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: after[key] - before[key] for key in after}
