@@ -104,18 +104,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     parser.add_argument("--repeats", type=int, default=10, help="timed runs a row")
+    parser.add_argument("--only", default="", help="one row, as 96x8192:bounded")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     rows: list[dict[str, object]] = []
     for gate in (Gate.bounded, Gate.softplus):
+        if not (options.only or gate.value).endswith(gate.value):
+            continue
         width = sizes[0][2]
         backend = resolve_backend(KdaBackend.auto, device, head_dim=width, gate=gate)
         error = accuracy(gate=gate, backend=backend, device=device, dtype=dtype, width=width)
         shown = "  ".join(f"{name} {value:.1e}" for name, value in error.items())
         print(f"error against float64, {backend.value} {gate.value}: {shown}", flush=True)
         for heads, tokens, width in sizes:
+            if options.only not in ("", f"{heads}x{tokens}:{gate.value}"):
+                continue
             tensors = inputs(heads, tokens, width, device=device, dtype=dtype)
             upstream = torch.randn(1, tokens, heads, width, device=device, dtype=dtype)
 
