@@ -128,16 +128,17 @@ class Checkpointer:
                 self._strategy,
                 # Gathers a description of every tensor from every rank: once a run is enough.
                 validate_access_integrity=self._saved is None,
-                async_sharded_save=self._asynchronous,
+                # Always in a forked writer, waited for below if need be: where torch fails to
+                # write in the training process, that process crashes at its next collection.
+                async_sharded_save=True,
                 async_strategy="mcore",
             )
         except (CheckpointException, CheckpointingException, OSError) as error:
             self._fail(error)
-        if request is None:
-            self._publish(step)
-        else:
-            request.add_finalize_fn(partial(self._publish, step))
-            self._queue.schedule_async_request(request)
+        request.add_finalize_fn(partial(self._publish, step))
+        self._queue.schedule_async_request(request)
+        if not self._asynchronous:
+            self._finish(blocking=True)
 
     def poll(self) -> None:
         """Finish an asynchronous save that all ranks have written; return at once otherwise.
@@ -183,7 +184,10 @@ class Checkpointer:
         name = paths.step_name(step or 0)
         if dist.get_rank() == 0:
             shutil.rmtree(self._temporary, ignore_errors=True)
-        reason = " ".join(str(error).split()) or "a rank could not write, see rank 0"
+        # megatron-core tells the first rank alone which ranks failed and how.
+        failures = getattr(error, "failures", {}) or {}
+        reason = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in failures.items())
+        reason = reason or str(error) or "a rank could not write, rank 0 says which"
         raise CheckpointError(
             f"{self.folder / name}: not written ({reason}). `latest` still names the one before. "
             "Check free space, quota and rights of the folder on every host, then relaunch"

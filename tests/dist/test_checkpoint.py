@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,26 @@ def launch(mode: str, folder: Path, *, ranks: int = 1, fails: bool = False) -> d
     command = [sys.executable, "-W", "ignore", "-m"]
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    done = subprocess.run(
-        [*command, MAIN, mode, str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert (done.returncode != 0) == fails, done.stderr[-3000:]
+    log = folder / f"{mode}.log"
+    # Into a file: a helper process that outlived its run would hold a pipe open.
+    with log.open("w") as output:
+        done = subprocess.run(
+            [*command, MAIN, mode, str(folder)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=500,
+            check=False,
+        )
+    assert (done.returncode != 0) == fails, log.read_text()[-3000:]
     return dict(json.loads((folder / f"{mode}.json").read_text()))
+
+
+def running(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @pytest.fixture(scope="module")
@@ -138,5 +148,10 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(
     assert latest.name == "step_00000001"
     assert list(paths.step_folders(folder / "crash")) == [1]
     assert list((folder / "crash").glob(".step_00000002.*.tmp"))
+    # The helper process does not outlive the killed one.
+    end = time.monotonic() + 10.0
+    while running(crash["helper"]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not running(crash["helper"])
     paths.clean(folder / "crash")
     assert sorted(p.name for p in (folder / "crash").iterdir()) == ["latest", "step_00000001"]

@@ -10,6 +10,7 @@ crash  FOLDER   1 rank: saves that fail to write; then save step 1, begin step 2
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -348,13 +349,16 @@ def back(folder: Path, results: dict[str, Any]) -> None:
 
 def crash(folder: Path, results: dict[str, Any]) -> None:
     full_disk(folder, results)
-    (folder / "crash.json").write_text(json.dumps(results))
     with layout(ParallelOptions()) as setup:
         setup.step(1)
         setup.save(folder / "crash", 1, asynchronous=True)
         setup.step(2)
         writer = setup.writer(folder / "crash", asynchronous=True)
         writer.save(2, setup.chunks, setup.optimizer, {"tokens": 128})
+        (results["helper"],) = [
+            p.pid for p in multiprocessing.active_children() if "Manager" in p.name
+        ]
+        (folder / "crash.json").write_text(json.dumps(results))
         os._exit(9)
 
 
