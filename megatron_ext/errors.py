@@ -1,7 +1,8 @@
 """The errors a user can act on. Each class carries the exit code that launchers act on.
 
 Exit codes: 0 done, 10 stopped on request and resumable, 20 configuration, 30 data or checkpoint,
-40 health halt, 50 hang. A launcher restarts a run after 10, 50 and a crash, never after 20, 30 or 40.
+40 health halt, 50 hang; any other is a crash. A launcher starts a run again after 10, 50 and a
+crash, never after 20, 30 or 40: the same would happen again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ConfigError(MegatronExtError):
 
 
 class DataError(MegatronExtError):
-    """A corpus, shard, manifest or tokenizer cannot be used. Names the file, the place, the remedy."""
+    """A corpus, shard, manifest or tokenizer cannot be used. Names the file, place and remedy."""
 
     exit_code = 30
 

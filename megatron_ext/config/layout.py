@@ -89,8 +89,11 @@ def model_parallel_size(parallel: ParallelOptions) -> int:
 
 
 def sequence_parallel(parallel: ParallelOptions) -> bool:
-    """Sequence parallelism is on by default exactly when tensor parallelism is."""
-    return parallel.tensor > 1 if parallel.sequence is None else parallel.sequence
+    """On by default exactly when tensor parallelism is, and never without it.
+
+    Asking for it without tensor parallelism is an error of `validate`; here it is off.
+    """
+    return parallel.tensor > 1 and parallel.sequence is not False
 
 
 def draw(config: RunConfig, world_size: int) -> str:

@@ -194,6 +194,9 @@ class DataOptions:
     tokenizer: str = option("byte", "byte, or the path of a tokenizer.json or tiktoken file")
     held_out: float = option(0.05, "Share of documents kept for evaluation")
     verify: bool = option(False, "Check the tokens of sources above 64 MiB at open too")
+    allow_change: bool = option(
+        False, "Resume although the data is not what the checkpoint was trained on"
+    )
     cache_dir: str | None = option(None, "Where prepared demo data goes; default: the user's cache")
     isolate_documents: bool = option(False, "Reset state and block attention between documents")
 

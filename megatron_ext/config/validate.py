@@ -128,6 +128,13 @@ def _model(config: RunConfig) -> Iterator[Problem]:
                     f"(nearest {FLA_LARGEST_HEAD}; or model.kda.backend=dense)",
                     (key, "model.kda.backend"),
                 )
+        if kda.value_dim != kda.head_dim:
+            yield Problem(
+                f"model.kda.value_dim={kda.value_dim}: must be model.kda.head_dim={kda.head_dim}, "
+                "since queries, keys and values are projected together and share one width "
+                f"(nearest {kda.head_dim}; or model.kda.head_dim={kda.value_dim})",
+                ("model.kda.value_dim", "model.kda.head_dim"),
+            )
     if model.vocab_size is not None and model.vocab_size % VOCAB_MULTIPLE:
         yield Problem(
             f"model.vocab_size={model.vocab_size}: must be a multiple of {VOCAB_MULTIPLE} "

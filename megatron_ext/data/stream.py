@@ -14,7 +14,7 @@ import hashlib
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -92,7 +92,7 @@ class TokenStream:
     Args:
         sources: what to blend. weights: relative shares of tokens, above 0.
         isolate_documents: batches cut from this stream keep documents apart.
-        fingerprint: of everything but seed that the tokens depend on; a resume compares it.
+        facts: everything that the tokens depend on, as words; a resume compares them (`change`).
     """
 
     def __init__(
@@ -101,14 +101,20 @@ class TokenStream:
         *,
         weights: Sequence[float],
         isolate_documents: bool = False,
-        fingerprint: str = "",
+        facts: Mapping[str, str] | None = None,
     ) -> None:
         self.sources: tuple[str, ...] = tuple(source.name for source in sources)
         self.isolate_documents = isolate_documents
-        self.fingerprint = fingerprint
+        self.facts: dict[str, str] = dict(facts or {})
         self._sources = list(sources)
         heaviest = max(weights)
         self._ticks = [round(TICKS * heaviest / weight) for weight in weights]
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits for all the facts together."""
+        text = "\n".join(f"{key}: {value}" for key, value in self.facts.items())
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def tokens_per_epoch(self) -> dict[str, int]:
@@ -204,33 +210,44 @@ def open_corpus(
     problems = _problems(options, names=[s.name for s in given], weights=[s.weight for s in given])
     if problems:
         raise ConfigError(problems)
-    sources, facts = [], []
+    # The held-out documents have one order for every seed.
+    order_seed = seed if split == "train" else 0
+    sources = []
+    facts = {"run.seed": str(order_seed), "data.held_out": repr(options.held_out), "split": split}
+    facts["order of data.sources"] = ", ".join(source.name for source in given)
     for source in given:
         manifest, shards = open_shards(
             Path(source.path).expanduser(), tokenizer=tokenizer, verify=options.verify
         )
-        facts.append(f"{source.name} {source.weight!r} {_identity(manifest)}")
+        facts[f"weight of source {source.name}"] = repr(source.weight)
+        facts[f"content of source {source.name}"] = _content(manifest)
         sources.append(
             Source(
                 source.name,
                 shards=shards,
                 share=options.held_out,
                 split=split,
-                seed=seed if split == "train" else 0,
+                seed=order_seed,
             )
         )
-    facts.append(f"{split} {options.held_out!r}")
     return TokenStream(
         sources,
         weights=[source.weight for source in given],
         isolate_documents=options.isolate_documents,
-        fingerprint=hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest(),
+        facts=facts,
     )
 
 
-def _identity(manifest: Manifest) -> str:
-    digests = [digest for shard in manifest.shards for digest in shard["bin"]["blake2b"]]
-    return hashlib.blake2b(" ".join(digests).encode(), digest_size=16).hexdigest()
+def _content(manifest: Manifest) -> str:
+    """Sizes, and a digest of the digests of tokens and of document bounds."""
+    digests = [
+        digest
+        for shard in manifest.shards
+        for part in ("bin", "idx")
+        for digest in shard[part]["blake2b"]
+    ]
+    digest = hashlib.blake2b(" ".join(digests).encode(), digest_size=8).hexdigest()
+    return f"{manifest.documents} documents, {manifest.tokens} tokens, {digest}"
 
 
 def _problems(options: DataOptions, *, names: list[str], weights: list[float]) -> list[str]:

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,10 +84,13 @@ class SdpaAttention(nn.Module):
 
         # The kernel wants one width, a multiple of 8, for q, k and v. Zero channels add nothing.
         width = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-        padded = [F.pad(x.squeeze(0), (0, width - x.shape[-1])) for x in (q, k, v)]
+        value_width = v.shape[-1]
+        q, k, v = (F.pad(x.squeeze(0), (0, width - x.shape[-1])) for x in (q, k, v))
         bounds = cu_seqlens.to(torch.int32)
-        o = varlen_attn(
-            *padded,
+        o: Any = varlen_attn(
+            q,
+            k,
+            v,
             bounds,
             bounds,
             longest,
@@ -94,7 +98,7 @@ class SdpaAttention(nn.Module):
             scale=self.softmax_scale,
             window_size=(-1, 0),
         )
-        return o[..., : v.shape[-1]].unsqueeze(0)
+        return o[..., :value_width].unsqueeze(0)
 
 
 def _has_varlen() -> bool:

@@ -145,7 +145,7 @@ class GatedMLA(ShardedModule):
         if self.q_down is None or self.gate is not None:
             x = self._enter(hidden_states)
         q_input = x
-        if self.q_down is not None:
+        if self.q_down is not None and self.q_latent_norm is not None:
             q_input = self._enter(self.q_latent_norm(self.q_down(hidden_states)))
         latent, shared_key = self.kv_down(hidden_states).split(
             [options.kv_lora_rank, options.qk_rope_head_dim], dim=-1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ def parameter(
             sees another part of the sequence, so that the gradients have to be summed.
         tensor_parallel_axis: the axis that tensor parallelism splits; None: replicated.
     """
-    made = nn.Parameter(torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()))
+    made: Any = nn.Parameter(torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()))
     if initializer is not None:
         made.initializer = initializer
     if not weight_decay:

@@ -10,7 +10,6 @@ from megatron.core.utils import get_pg_rank
 from megatron_ext.config.layout import padded_vocab_size
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.errors import ConfigError
 from megatron_ext.model.spec import block_spec
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -48,7 +49,8 @@ def initialize(chunks: Sequence[nn.Module], *, seed: int) -> None:
     Raises:
         RuntimeError: a parameter is missing from its module's sharded state dict.
     """
-    for chunk in chunks:
+    for wrapped in chunks:
+        chunk: Any = wrapped
         while hasattr(chunk, "module"):
             chunk = chunk.module
         drawn: set[int] = set()
@@ -147,12 +149,13 @@ def _runs(
     return starts, run
 
 
-def named_shards(chunk: nn.Module) -> Iterator[tuple[nn.Parameter, ShardedTensor]]:
+def named_shards(chunk: Any) -> Iterator[tuple[nn.Parameter, ShardedTensor]]:
     """Each parameter with its logical tensors; a factory may give several for one parameter."""
-    metadata = {"non_homogeneous_layers": True}
+    metadata: dict[str, Any] = {"non_homogeneous_layers": True}
     groups = getattr(chunk, "pg_collection", None)
-    if getattr(groups, "dp_cp", None) is not None:
-        metadata["dp_cp_group"] = groups.dp_cp
+    group = getattr(groups, "dp_cp", None)
+    if group is not None:
+        metadata["dp_cp_group"] = group
     for entry in chunk.sharded_state_dict(metadata=metadata).values():
         if not isinstance(getattr(entry, "data", None), nn.Parameter):
             continue

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_ext.checkpoint.load import load
+from megatron_ext.checkpoint.paths import read_extra
 from megatron_ext.checkpoint.save import Checkpointer
 from megatron_ext.config.compose import to_container
 from megatron_ext.config.layout import draw
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.change import check_unchanged
 from megatron_ext.observe.metrics import Metrics
 from megatron_ext.observe.run_files import write_run
 from megatron_ext.parallel.runtime import start, stop
@@ -76,10 +78,17 @@ def restore(state: TrainState, found: Found) -> str:
 
     Returns:
         What was done, for the header.
+
+    Raises:
+        DataError: the run's own checkpoint was trained on other data.
     """
     if found.checkpoint is not None:
+        # Before the tensors, which take long to read.
+        saved, allow = read_extra(found.checkpoint), state.config.data.allow_change
+        changed = check_unchanged(saved["data"], state.train_data, allow=allow)
         state.restore(load(found.checkpoint, state.chunks, state.optimizer, state.mesh))
-        return f"resumes after step {state.step} from {found.checkpoint}"
+        note = f", on other data ({'; '.join(changed)})" if changed else ""
+        return f"resumes after step {state.step} from {found.checkpoint}{note}"
     if state.config.checkpoint.load:
         path = restore_weights(state)
         state.optimizer.reload_model_params()

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.data.change import remember
 from megatron_ext.data.stream import TokenStream, open_corpus
 from megatron_ext.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ext.model.build import build_chunks, choose_vocab_size
@@ -67,6 +68,7 @@ class TrainState:
             "seed": self.config.run.seed,
             "vocab_size": self.vocab_size,
             "tokenizer": self.tokenizer.fingerprint,
+            "data": remember(self.train_data),
             "first_evaluation": self.first_evaluation,
         }
 

@@ -90,6 +90,28 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["model=k3"],
         ["model.first_dense_layers=1: makes expert layers, which this version can plan but not "],
     ),
+    "not_in_this_version": (
+        [
+            "parallel.context=2",
+            "parallel.expert=4",
+            "parallel.expert_tensor=2",
+            "model.first_dense_layers=1",
+        ],
+        [
+            "model.first_dense_layers=1: makes expert layers, which this version can plan but not ",
+            "parallel.context=2: is not in this version (allowed 1)",
+            "parallel.expert=4: is not in this version (allowed 1)",
+            "parallel.expert_tensor=2: is not in this version (allowed 1)",
+        ],
+    ),
+    "sequence_without_tensor": (
+        ["parallel.sequence=true"],
+        ["parallel.sequence=true: needs parallel.tensor > 1, got 1 (nearest parallel.tensor=2; "],
+    ),
+    "value_width": (
+        ["model.kda.value_dim=64"],
+        ["model.kda.value_dim=64: must be model.kda.head_dim=32, since "],
+    ),
     "single_values": (
         ["data.held_out=1", "run.seed=-1", "optim.beta2=1.5", "train.micro_batch_size=0"],
         [

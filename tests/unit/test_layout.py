@@ -12,6 +12,7 @@ from megatron_ext.config.layout import (
     draw,
     layer_kinds,
     padded_vocab_size,
+    sequence_parallel,
     stage_layers,
 )
 from megatron_ext.config.schema import AttentionPattern, ModelOptions, ParallelOptions
@@ -85,3 +86,11 @@ def test_drawing_shows_empty_stages_and_fits_a_terminal() -> None:
     plan = draw(compose(["model=k3", "run.mode=plan"]), 1)
     assert "K Ke Ke Me" in plan
     assert max(map(len, plan.splitlines())) <= 110
+
+
+def test_sequence_parallelism_follows_tensor_parallelism_and_is_never_on_without_it() -> None:
+    on = [(2, None), (2, True)]
+    off = [(1, None), (1, False), (1, True), (2, False)]
+    for tensor, sequence in on + off:
+        parallel = ParallelOptions(tensor=tensor, sequence=sequence)
+        assert sequence_parallel(parallel) is ((tensor, sequence) in on)

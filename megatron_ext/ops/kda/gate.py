@@ -83,7 +83,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         wide = x.to(compute_dtype(x))
-        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        inverse: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         inverse = inverse.add_(NORM_EPS).rsqrt_()
         ctx.save_for_backward(x, inverse)
         ctx.scale = scale

@@ -1,0 +1,68 @@
+"""A resume notices that the data is not what the checkpoint was trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config.schema import DataOptions, SourceOptions
+from megatron_ext.data.change import check_unchanged, remember
+from megatron_ext.data.prepare import PrepareOptions, prepare
+from megatron_ext.data.stream import TokenStream, open_corpus
+from megatron_ext.data.tokenizers import ByteTokenizer
+from megatron_ext.errors import DataError
+
+
+def corpus(folder: Path, *, extra: str = "") -> Path:
+    text = folder.with_suffix(".jsonl")
+    rows = [f"document {i} {'x' * i}" for i in range(40)]
+    rows[7] += extra
+    text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    prepare([text], output=folder, name=folder.name, options=PrepareOptions())
+    return folder
+
+
+def stream(
+    *folders: Path, weight: float = 1.0, seed: int = 1, held_out: float = 0.1
+) -> TokenStream:
+    sources = [SourceOptions(name=f"s{i}", path=str(path)) for i, path in enumerate(folders)]
+    sources[0].weight = weight
+    options = DataOptions(sources=sources, held_out=held_out)
+    return open_corpus(options, seed=seed, tokenizer=ByteTokenizer(), split="train")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("corpora")
+    return corpus(folder / "first"), corpus(folder / "second", extra="!")
+
+
+def test_the_same_text_in_another_folder_is_no_change(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    saved = json.loads(json.dumps(remember(stream(folders[0]))))
+    again = corpus(tmp_path / "again")
+    assert check_unchanged(saved, stream(again), allow=False) == []
+
+
+def test_every_kind_of_change_is_named_with_the_way_on(folders: tuple[Path, Path]) -> None:
+    first, second = folders
+    saved = json.loads(json.dumps(remember(stream(first))))
+    changed = {
+        "content of source s0: was 40 documents": stream(second),
+        "weight of source s0: was 1.0, is 2.0": stream(first, weight=2.0),
+        "content of source s1: was absent, is 40 documents": stream(first, second),
+        "order of data.sources: was s0, is s0, s1": stream(first, second),
+        "run.seed: was 1, is 2": stream(first, seed=2),
+        "data.held_out: was 0.1, is 0.2": stream(first, held_out=0.2),
+    }
+    for words, now in changed.items():
+        assert now.fingerprint != saved["fingerprint"]
+        with pytest.raises(DataError) as caught:
+            check_unchanged(saved, now, allow=False)
+        assert words in str(caught.value)
+        assert "data.allow_change=true" in str(caught.value)
+        assert caught.value.exit_code == 30
+        assert any(line.startswith(words) for line in check_unchanged(saved, now, allow=True))
