@@ -86,7 +86,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     whole = folder.parent / "whole.pt"
     dcp_to_torch_save(folder / "checkpoints" / name, whole)
     content = torch.load(whole, weights_only=False)
-    return {key: value for key, value in flatten(content, "").items()}
+    return flatten(content, "")
 
 
 def flatten(content: Any, prefix: str) -> dict[str, torch.Tensor]:

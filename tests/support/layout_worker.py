@@ -28,7 +28,7 @@ from megatron_ext.config.compose import compose
 from megatron_ext.model.init import named_shards
 from megatron_ext.parallel import runtime
 from megatron_ext.train.evaluate import held_out_loss
-from megatron_ext.train.state import TrainState, build_state
+from megatron_ext.train.state import TrainState, build_state, gather_parameters
 from megatron_ext.train.step import train_step
 from tests.support.faults import FAULTS
 
@@ -153,9 +153,10 @@ def main_weight(param: Tensor) -> Tensor:
 def whole(state: TrainState, value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
     """Tensors by logical name, put together from all ranks on rank 0 (elsewhere empty).
 
-    Raises:
-        AssertionError: two ranks hold the same piece with different bits.
+    A tensor of which two ranks hold different bits of the same piece is filled with NaN: replicas
+    must be identical, and NaN equals nothing.
     """
+    gather_parameters(state.chunks)
     pieces = []
     for chunk in state.chunks:
         for param, shard in named_shards(unwrap(chunk)):
@@ -165,14 +166,18 @@ def whole(state: TrainState, value: Callable[[Any], Tensor]) -> dict[str, Tensor
     dist.gather_object(pieces, gathered if dist.get_rank() == 0 else None)
     tensors: dict[str, Tensor] = {}
     seen: dict[Any, Tensor] = {}
+    differ: set[str] = set()
     for key, shape, offset, data in (p for part in gathered if part for p in part):
         if (key, offset) in seen:
-            assert torch.equal(seen[key, offset], data), f"{key} {offset}: replicas differ"
+            if not torch.equal(seen[key, offset], data):
+                differ.add(key)
             continue
         seen[key, offset] = data
         target = tensors.setdefault(key, torch.full(shape, float("nan")))
         place = tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))
         target[place] = data
+    for key in differ:
+        tensors[key].fill_(float("nan"))
     return tensors
 
 

@@ -1,8 +1,8 @@
 """Runs `pretrain.py` commands in a fraction of the time: imports once, forks for every command.
 
-Most of a short run is the import of torch and megatron-core. `Launcher` starts a server process that
-has them imported and does nothing else; each command is a fork of it that calls `pretrain.main`,
-with its own process group, working directory and environment, as a shell would start it.
+Most of a short run is the import of torch and megatron-core. `Launcher` starts a server process
+that has them imported and does nothing else; each command is a fork of it that calls
+`pretrain.main`, with its own process group, working directory and environment, as a shell would.
 """
 
 from __future__ import annotations
