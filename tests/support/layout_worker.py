@@ -43,6 +43,8 @@ COMMON = [
     "train.steps=3",
     "evaluate.tokens=1024",
     "optim.schedule=constant",
+    "optim.lr=1e-3",
+    "optim.warmup_tokens=0",
     "optim.eps=1e-5",
     # At 0.02 attention scores of a new model are so small that the gradients of the query norms lie
     # near eps, where rounding is amplified as well.
