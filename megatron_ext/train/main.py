@@ -100,7 +100,7 @@ def restore(state: TrainState, found: Found) -> str:
 def finished_text(config: RunConfig, found: Found) -> str:
     """A finished run is no error: say so, and name the two ways on."""
     step = found.finished_step or 0
-    command = shlex.join(["python", *sys.argv])
+    command = f"{_program(dist.get_world_size())} {shlex.join(sys.argv[1:])}".rstrip()
     return (
         f"{found.folder}: this run is finished, step {step} of {config.train.steps} is saved.\n"
         f"  go on:     {command} train.steps={step + max(1, config.train.steps // 2)}\n"
@@ -115,7 +115,7 @@ def ending_lines(state: TrainState, found: Found, evaluation: dict[str, float]) 
     if state.first_evaluation is not None:
         held_out += f" (before training {state.first_evaluation:.4f})"
     same = shlex.join(word for word in sys.argv[1:] if not word.startswith(("run.dir=", "run.fr")))
-    same = f"python pretrain.py {same + ' ' if same else ''}{name}"
+    same = f"{_program(state.runtime.world_size)} {same + ' ' if same else ''}{name}"
     return [
         "",
         f"done: {state.step} steps, {state.tokens} tokens, {held_out}",
@@ -124,6 +124,13 @@ def ending_lines(state: TrainState, found: Found, evaluation: dict[str, float]) 
         f"evaluate     {same} run.mode=evaluate",
         f"generate     {same} run.mode=generate generate.prompt='def '",
     ]
+
+
+def _program(world_size: int) -> str:
+    """How a command line for so many ranks begins."""
+    if world_size == 1:
+        return "python pretrain.py"
+    return f"torchrun --standalone --nproc-per-node {world_size} pretrain.py"
 
 
 def _shown(path: Path) -> str:

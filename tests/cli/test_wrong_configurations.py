@@ -83,7 +83,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         [
             "data.sources=[]: nothing to read (data=demo or data=sample",
             "optim.warmup_tokens=1000000000: must be less than train.steps x train.batch_tokens = "
-            "819200",
+            "102400",
         ],
     ),
     "experts": (
@@ -174,7 +174,7 @@ def test_mistakes_of_every_kind_are_reported_together() -> None:
 
 
 def test_a_bad_value_raises_no_second_problem_about_its_stand_in() -> None:
-    # The default batch of 8192 does not divide by this length, but the batch was given (wrongly).
+    # The default batch of 4096 does not divide by this length, but the batch was given (wrongly).
     assert len(problems(["train.batch_tokens=many", "data.sequence_length=300"])) == 1
 
 
