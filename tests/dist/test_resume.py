@@ -147,6 +147,22 @@ def test_a_killed_and_relaunched_run_is_the_uninterrupted_one(
     assert_same_run(folder, uninterrupted)
 
 
+def test_the_comparison_sees_a_small_difference(
+    launcher: Launcher, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """Negative control: the last two steps with a slightly different optimizer."""
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    (folder / "checkpoints" / "latest").write_text("step_00000004\n")
+    run = launch(launcher, [*COMMAND, f"run.dir={folder}", "optim.beta2=0.9501"])
+    assert run.wait() == 0, run.text
+    ours, theirs = reproducible_rows(folder), reproducible_rows(uninterrupted)
+    assert ours[:4] == theirs[:4]
+    assert ours[-1] != theirs[-1]
+    with pytest.raises(AssertionError):
+        assert_same_run(folder, uninterrupted)
+
+
 def wait_for(process: subprocess.Popen[bytes], output: Path) -> None:
     assert process.wait(timeout=300) == 0, output.read_text()
 
