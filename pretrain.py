@@ -8,7 +8,6 @@ python pretrain.py --help
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from megatron_ext.config.reference import help_text
 from megatron_ext.config.schema import Mode, RunConfig
 from megatron_ext.config.sweep import expand
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.parallel.environment import read_environment
 
 COMMANDS = {
     Mode.train: ("megatron_ext.train.main", "train"),
@@ -29,7 +29,8 @@ COMMANDS = {
 
 def main(words: Sequence[str]) -> int:
     """Run one command line; returns the exit code of `megatron_ext.errors`."""
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    environment = read_environment()
+    rank, world_size = environment.rank, environment.world_size
     if {"-h", "--help"} & set(words):
         print(help_text())
         return 0

@@ -13,8 +13,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ENTRY = REPOSITORY / "pretrain.py"
 
 
-def run(*words: str, cwd: Path, rank: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "RANK": str(rank)}
+def run(
+    *words: str, cwd: Path, rank: int = 0, launcher: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    launcher = launcher or {"RANK": str(rank), "WORLD_SIZE": str(rank + 1)}
+    environment = {**os.environ, **launcher}
     command = [sys.executable, str(ENTRY), *words]
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -48,6 +51,14 @@ def test_a_wrong_command_line_is_answered_without_torch_and_writes_nothing(tmp_p
 def test_only_the_first_rank_reports(tmp_path: Path) -> None:
     done = run("train.stepz=1", cwd=tmp_path, rank=1)
     assert (done.returncode, done.stdout, done.stderr) == (20, "", "")
+
+
+def test_the_ranks_that_srun_starts_are_counted(tmp_path: Path) -> None:
+    launcher = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    done = run("parallel.tensor=4", cwd=tmp_path, launcher=launcher)
+    assert done.returncode == 20
+    assert "ranks=2: must be a multiple of tensor 4" in done.stderr
 
 
 def test_help(tmp_path: Path) -> None:

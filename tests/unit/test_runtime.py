@@ -12,7 +12,7 @@ import torch
 from megatron_ext.config.schema import Device, ParallelOptions, Precision, RunOptions
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel import cpu_support, mesh, runtime
-from megatron_ext.parallel.runtime import Environment
+from megatron_ext.parallel.environment import Environment, read_environment
 
 LAUNCHER = [
     "RANK",
@@ -49,15 +49,13 @@ def stopped() -> Iterator[None]:
 
 
 def test_without_a_launcher_a_process_is_alone(clean: pytest.MonkeyPatch) -> None:
-    assert runtime.read_environment() == Environment(launched=False)
-    assert runtime.environment_rank() == 0
+    assert read_environment() == Environment(launched=False)
 
 
 def test_torchrun_says_which_rank_this_is(clean: pytest.MonkeyPatch) -> None:
     for name, value in zip(LAUNCHER, ("5", "16", "1", "4"), strict=False):
         clean.setenv(name, value)
-    assert runtime.read_environment() == Environment(5, 16, 1, 4, launched=True)
-    assert runtime.environment_rank() == 5
+    assert read_environment() == Environment(5, 16, 1, 4, launched=True)
 
 
 def test_slurm_counts_only_where_it_starts_one_process_a_rank(clean: pytest.MonkeyPatch) -> None:
@@ -65,12 +63,12 @@ def test_slurm_counts_only_where_it_starts_one_process_a_rank(clean: pytest.Monk
     clean.setenv("SLURM_LOCALID", "2")
     clean.setenv("SLURM_STEP_NUM_TASKS", "8")
     clean.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
-    assert not runtime.read_environment().launched  # nobody to meet
+    assert not read_environment().launched  # nobody to meet
     clean.setenv("MASTER_ADDR", "host")
     clean.setenv("MASTER_PORT", "29500")
-    assert runtime.read_environment() == Environment(6, 8, 2, 4, launched=True)
+    assert read_environment() == Environment(6, 8, 2, 4, launched=True)
     clean.setenv("SLURM_STEP_NUM_TASKS", "1")  # an interactive shell of an allocation
-    assert runtime.read_environment() == Environment(launched=False)
+    assert read_environment() == Environment(launched=False)
 
 
 def test_ranks_beyond_the_gpus_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
