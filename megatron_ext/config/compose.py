@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.config.overrides import Checked, check_overrides
-from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.schema import KdaBackend, RunConfig
 from megatron_ext.config.validate import Problem, find_problems
 from megatron_ext.errors import ConfigError
 
@@ -67,6 +67,9 @@ def compose(
         raise ConfigError(checked.problems)
     assert isinstance(config, RunConfig)
     resolve_paths(config, cwd or Path.cwd())
+    if config.run.deterministic and config.model.kda.backend is KdaBackend.auto:
+        # What `auto` takes on a GPU, fla, is not deterministic.
+        config.model.kda.backend = KdaBackend.dense
     checked.problems += [p.text for p in find_problems(config, world_size) if _certain(p, checked)]
     if checked.problems:
         raise ConfigError(checked.problems)
@@ -79,12 +82,13 @@ def resolve_paths(config: RunConfig, cwd: Path) -> None:
     A relative source is looked for under ``cwd`` and then in the repository, where samples are.
     """
     config.run.name = config.run.name or config.model.name
-    config.run.dir = os.path.abspath(cwd / (config.run.dir or f"runs/{config.run.name}"))
+    folder = os.path.expanduser(config.run.dir or f"runs/{config.run.name}")
+    config.run.dir = os.path.abspath(cwd / folder)
     for source in config.data.sources:
-        here, shipped = cwd / source.path, REPOSITORY / source.path
+        here, shipped = cwd / os.path.expanduser(source.path), REPOSITORY / source.path
         source.path = os.path.abspath(shipped if shipped.exists() and not here.exists() else here)
     if config.checkpoint.load is not None:
-        config.checkpoint.load = os.path.abspath(cwd / config.checkpoint.load)
+        config.checkpoint.load = os.path.abspath(cwd / os.path.expanduser(config.checkpoint.load))
 
 
 def to_container(config: RunConfig) -> dict[str, Any]:

@@ -119,7 +119,9 @@ class KdaOptions:
     decay_rank: int = option(32, "Rank of the decay projection")
     output_gate: OutputGate = option(OutputGate.full_rank, "K3 is full rank, Kimi Linear low rank")
     output_gate_rank: int = option(32, "Rank of a low-rank output gate")
-    backend: KdaBackend = option(KdaBackend.auto, "auto: fla on a GPU that has it, else dense")
+    backend: KdaBackend = option(
+        KdaBackend.auto, "auto: fla on a GPU that has it, else (and if deterministic) dense"
+    )
     require: bool = option(False, "Make a fallback of the backend an error")
 
 

@@ -37,6 +37,18 @@ def test_both_spellings_of_an_experiment_mean_the_same() -> None:
     assert compose(["+experiment=k3_plan"]) == compose(["experiment=k3_plan"])
 
 
+def test_a_deterministic_run_takes_no_nondeterministic_backend_by_itself() -> None:
+    assert compose([]).model.kda.backend is schema.KdaBackend.auto
+    config = compose(["run.deterministic=true"])
+    assert config.model.kda.backend is schema.KdaBackend.dense
+
+
+def test_a_tilde_is_the_home_folder() -> None:
+    config = compose(["run.dir='~/x'", "data.sources=[{name:a,path:'~/b'}]"])
+    assert config.run.dir == str(Path.home() / "x")
+    assert config.data.sources[0].path == str(Path.home() / "b")
+
+
 def test_the_command_line_wins_over_an_experiment_and_a_model() -> None:
     config = compose(["experiment=mini_bf16", "train.steps=77", "data.sequence_length=8192"])
     assert (config.train.steps, config.data.sequence_length) == (77, 8192)
