@@ -9,12 +9,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.checkpoint.load import load
-from megatron_ext.checkpoint.paths import find
+from megatron_ext.checkpoint.paths import find, read_extra
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.tokenizers import load_tokenizer
 from megatron_ext.errors import ConfigError
 from megatron_ext.inference.generate import sample
 from megatron_ext.model.build import build_chunks, choose_vocab_size
+from megatron_ext.model.same import check_same
 from megatron_ext.parallel.mcore_config import transformer_config
 from megatron_ext.parallel.mesh import build_mesh
 from megatron_ext.parallel.runtime import start, stop
@@ -27,7 +28,7 @@ def generate(config: RunConfig) -> int:
     without sequence parallelism, since a growing text does not divide evenly.
 
     Raises:
-        ConfigError: more than one pipeline stage.
+        ConfigError: more than one pipeline stage, or the checkpoint is of another model.
         CheckpointError: there is no checkpoint.
     """
     if config.parallel.pipeline > 1:
@@ -42,6 +43,7 @@ def generate(config: RunConfig) -> int:
         mesh = build_mesh(config.parallel, seed=config.run.seed)
         tokenizer = load_tokenizer(config.data.tokenizer)
         path = find(Path(str(config.run.dir)), chosen=config.checkpoint.load)
+        check_same(read_extra(path).get("model"), config.model)
         tc = transformer_config(config)
         vocab_size = choose_vocab_size(config, tokenizer.vocab_size)
         chunks = build_chunks(config, tc, mesh, vocab_size=vocab_size)

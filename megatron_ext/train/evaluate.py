@@ -11,9 +11,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_ext.checkpoint.load import load
-from megatron_ext.checkpoint.paths import find
+from megatron_ext.checkpoint.paths import find, read_extra
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import evaluation_batches
+from megatron_ext.model.same import check_same
 from megatron_ext.observe.console import evaluation_rows
 from megatron_ext.parallel.runtime import start, stop
 from megatron_ext.train.state import TrainState, build_state
@@ -77,9 +78,11 @@ def restore_weights(state: TrainState) -> Path:
 
     Raises:
         CheckpointError: there is none.
+        ConfigError: it is of another model.
     """
     config = state.config
     path = find(Path(str(config.run.dir)), chosen=config.checkpoint.load)
+    check_same(read_extra(path).get("model"), config.model)
     state.restore(load(path, state.chunks, None, state.mesh))
     return path
 

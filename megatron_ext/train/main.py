@@ -15,14 +15,18 @@ from megatron_ext.config.compose import to_container
 from megatron_ext.config.layout import draw
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.change import check_unchanged
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.model.same import check_same
 from megatron_ext.observe.metrics import Metrics
-from megatron_ext.observe.run_files import write_run
-from megatron_ext.parallel.runtime import start, stop
+from megatron_ext.observe.run_files import remove_exit, write_exit, write_run
+from megatron_ext.parallel.runtime import Runtime, start, stop
 from megatron_ext.train.evaluate import restore_weights
 from megatron_ext.train.header import backends, header_lines
 from megatron_ext.train.loop import run_loop
 from megatron_ext.train.run_folder import Found, open_run_folder
 from megatron_ext.train.state import TrainState, build_state
+
+ALL_DONE = "all steps are done"
 
 
 def train(config: RunConfig) -> int:
@@ -30,13 +34,14 @@ def train(config: RunConfig) -> int:
     runtime = start(config.run)
     try:
         found = open_run_folder(config, rank=runtime.rank)
-        if found.finished_step is not None:
-            if runtime.rank == 0:
+        writer = runtime.rank == 0
+        if found.finished:
+            if writer:
+                # Anew: a kill between the last save and the end left none.
+                write_exit(found.folder, code=0, reason=ALL_DONE, step=found.step)
                 print(finished_text(config, found))
             return 0
-        state = build_state(config, runtime, run_id=found.run_id)
-        restored = restore(state, found)
-        writer = runtime.rank == 0
+        state, restored = prepare(config, runtime, found)
         with Metrics(
             found.folder,
             logging=config.logging,
@@ -66,11 +71,26 @@ def train(config: RunConfig) -> int:
             evaluation = run_loop(state, metrics, checkpointer)
             checkpointer.close()
             metrics.header(ending_lines(state, found, evaluation))
-            metrics.finish(0, "all steps are done")
+            metrics.finish(0, ALL_DONE)
         dist.barrier()
         return 0
     finally:
         stop()
+
+
+def prepare(config: RunConfig, runtime: Runtime, found: Found) -> tuple[TrainState, str]:
+    """The state to go on from, and `restore`'s line. An error of ours is left in `exit.json`, which
+    until then says nothing: launchers must not act on how an earlier launch ended."""
+    writer = runtime.rank == 0
+    if writer:
+        remove_exit(found.folder)
+    try:
+        state = build_state(config, runtime, run_id=found.run_id)
+        return state, restore(state, found)
+    except MegatronExtError as error:
+        if writer:
+            write_exit(found.folder, code=error.exit_code, reason=str(error), step=found.step)
+        raise
 
 
 def restore(state: TrainState, found: Found) -> str:
@@ -80,11 +100,13 @@ def restore(state: TrainState, found: Found) -> str:
         What was done, for the header.
 
     Raises:
+        ConfigError: the checkpoint is of another model.
         DataError: the run's own checkpoint was trained on other data.
     """
     if found.checkpoint is not None:
         # Before the tensors, which take long to read.
         saved, allow = read_extra(found.checkpoint), state.config.data.allow_change
+        check_same(saved.get("model"), state.config.model)
         changed = check_unchanged(saved["data"], state.train_data, allow=allow)
         state.restore(load(found.checkpoint, state.chunks, state.optimizer, state.mesh))
         note = f", on other data ({'; '.join(changed)})" if changed else ""
@@ -99,7 +121,7 @@ def restore(state: TrainState, found: Found) -> str:
 
 def finished_text(config: RunConfig, found: Found) -> str:
     """A finished run is no error: say so, and name the two ways on."""
-    step = found.finished_step or 0
+    step = found.step
     command = f"{_program(dist.get_world_size())} {shlex.join(sys.argv[1:])}".rstrip()
     return (
         f"{found.folder}: this run is finished, step {step} of {config.train.steps} is saved.\n"
@@ -116,13 +138,18 @@ def ending_lines(state: TrainState, found: Found, evaluation: dict[str, float]) 
         held_out += f" (before training {state.first_evaluation:.4f})"
     same = shlex.join(word for word in sys.argv[1:] if not word.startswith(("run.dir=", "run.fr")))
     same = f"{_program(state.runtime.world_size)} {same + ' ' if same else ''}{name}"
+    # Generation runs on one stage, whatever the training ran on.
+    parallel = state.config.parallel
+    one_stage = " parallel.pipeline=1" if parallel.pipeline > 1 else ""
+    one_stage += " parallel.virtual_pipeline=1" if parallel.virtual_pipeline > 1 else ""
+    one_stage += " parallel.stage_layers=null" if parallel.stage_layers is not None else ""
     return [
         "",
         f"done: {state.step} steps, {state.tokens} tokens, {held_out}",
         f"metrics      {_shown(found.folder / 'metrics.jsonl')}",
         f"go on        {same} train.steps={state.step * 2}",
         f"evaluate     {same} run.mode=evaluate",
-        f"generate     {same} run.mode=generate generate.prompt='def '",
+        f"generate     {same}{one_stage} run.mode=generate generate.prompt='def '",
     ]
 
 

@@ -22,14 +22,16 @@ class Found:
         folder: the run folder, absolute.
         checkpoint: where to go on from; None starts anew.
         run_id: identity of the run, for wandb.
-        finished_step: step of the checkpoint if the run has all its steps already.
+        step: of that checkpoint; 0 without one.
+        finished: whether the run has all its steps already.
         moved: where an older run went with `run.fresh=true`.
     """
 
     folder: Path
     checkpoint: Path | None
     run_id: str
-    finished_step: int | None
+    step: int
+    finished: bool
     moved: Path | None
 
 
@@ -69,7 +71,8 @@ def look(config: RunConfig) -> Found:
         folder=folder,
         checkpoint=checkpoint,
         run_id=choose_run_id(folder, name=config.run.name, from_checkpoint=extra.get("run_id")),
-        finished_step=step if checkpoint and step >= config.train.steps else None,
+        step=step,
+        finished=step >= config.train.steps,
         moved=moved,
     )
 

@@ -15,6 +15,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.change import remember
 from megatron_ext.data.stream import TokenStream, open_corpus
 from megatron_ext.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_ext.model import same
 from megatron_ext.model.build import build_chunks, choose_vocab_size
 from megatron_ext.model.init import initialize
 from megatron_ext.optim.build import build_optimizer
@@ -66,6 +67,7 @@ class TrainState:
             "tokens": self.tokens,
             "run_id": self.run_id,
             "seed": self.config.run.seed,
+            "model": same.remember(self.config.model),
             "vocab_size": self.vocab_size,
             "tokenizer": self.tokenizer.fingerprint,
             "data": remember(self.train_data),

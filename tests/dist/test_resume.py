@@ -231,6 +231,19 @@ def test_a_finished_run_says_the_two_ways_on_and_both_work(
     assert len(set(ids)) == 2
 
 
+def test_another_model_of_the_same_shapes_is_refused_and_the_end_is_on_record(
+    launcher: Launcher, uninterrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    words = [*TINY, f"train.steps={STEPS + 2}", f"run.dir={folder}", "model.kda.lower_bound=-2"]
+    run = launch(launcher, words)
+    assert run.wait() == 20, run.text
+    assert "model.kda.lower_bound: was -5.0, is -2.0" in run.text
+    # Not the exit code of the launch before.
+    assert json.loads((folder / "exit.json").read_text())["code"] == 20
+
+
 def sorted_runs(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir())
 

@@ -1,0 +1,52 @@
+"""Whether a checkpoint is of the model that the configuration describes.
+
+Reading it compares names and shapes; a gate, a bound or an epsilon changes what the same tensors
+compute, and nothing would fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_ext.config.keys import table
+from megatron_ext.config.schema import ModelOptions, RunConfig
+from megatron_ext.config.validate import value_of
+from megatron_ext.data.change import changes
+from megatron_ext.errors import ConfigError
+
+# Initial values, kernels, and what the tokenizer decides.
+FREE = {
+    "model.name",
+    "model.vocab_size",
+    "model.init_std",
+    "model.kda.gate_init",
+    "model.kda.backend",
+    "model.kda.require",
+    "model.mla.backend",
+    "model.mla.require",
+}
+
+
+def remember(model: ModelOptions) -> dict[str, str]:
+    """What a checkpoint keeps of the options: all that the function depends on, by key."""
+    config = RunConfig(model=model)
+    keys = [key for key in table() if key.startswith("model.") and key not in FREE]
+    values = {key: value_of(config, key) for key in keys}
+    return {key: str(getattr(value, "name", value)) for key, value in values.items()}
+
+
+def check_same(saved: Mapping[str, str] | None, model: ModelOptions) -> None:
+    """Compare what a checkpoint remembers (None: nothing) with the options of now.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    found = changes(saved, remember(model)) if saved is not None else []
+    if found:
+        raise ConfigError(
+            [
+                f"{line}: not the model that this checkpoint was trained with (allowed: the "
+                "options in config.yaml of its run folder; or run.fresh=true)"
+                for line in found
+            ]
+        )
