@@ -195,7 +195,8 @@ def open_corpus(
     """Open every source of a run.
 
     Args:
-        options: ``sources`` (and the demo, with ``demo``), ``held_out``, ``isolate_documents``.
+        options: ``sources`` (the demo, if ``demo`` and there are none), ``held_out``, and
+            ``isolate_documents``.
         seed: of the document order. The held-out split ignores it: always the same tokens.
         tokenizer: must be the one that the sources were prepared with.
         split: ``train`` or ``held_out``. A document is on the same side for every seed.
@@ -205,7 +206,8 @@ def open_corpus(
         DataError: damaged, truncated or missing files, another tokenizer, an empty split.
     """
     given = list(options.sources)
-    if options.demo:
+    # The demo is what `data=demo`, the default, reads: it must not slip into somebody's own blend.
+    if options.demo and not given:
         given.append(ensure_demo(options))
     problems = _problems(options, names=[s.name for s in given], weights=[s.weight for s in given])
     if problems:

@@ -321,6 +321,14 @@ def test_all_problems_of_a_blend_are_reported_together() -> None:
         open_corpus(DataOptions(), seed=1, tokenizer=ByteTokenizer(), split="train")
 
 
+def test_the_demo_does_not_slip_into_a_blend_of_ones_own() -> None:
+    options = sample("prose")
+    options.demo = True
+    assert open_corpus(options, seed=1, tokenizer=ByteTokenizer(), split="train").sources == (
+        "prose",
+    )
+
+
 def test_an_empty_split_is_an_error() -> None:
     with pytest.raises(DataError, match=r"none of its 1 documents is in the held_out split"):
         make([[5]], [1.0], share=0.5, split="held_out")
