@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,11 @@ def test_the_licence_is_apache_2() -> None:
 def test_scripts_can_be_run() -> None:
     for name in ("run", "environment"):
         assert os.access(REPOSITORY / ".ci" / name, os.X_OK)
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
+    # By default pytest passes over folders named `dist`, `build` and others without a word.
+    skipped = pytestconfig.getini("norecursedirs")
+    for file in (REPOSITORY / "tests").rglob("test_*.py"):
+        parts = file.relative_to(REPOSITORY).parent.parts
+        assert not any(fnmatch(part, pattern) for part in parts for pattern in skipped), file
