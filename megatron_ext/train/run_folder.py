@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ from megatron_ext.checkpoint.paths import latest, read_extra
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.observe.run_files import choose_run_id
+
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,12 @@ def open_run_folder(config: RunConfig, *, rank: int) -> Found:
 def look(config: RunConfig) -> Found:
     """Move an older run aside if asked to, find the checkpoint, and choose the run id."""
     folder = Path(str(config.run.dir))
-    moved = move_aside(folder) if config.run.fresh else None
+    moved = None
+    if config.run.fresh and folder.is_dir():
+        hold(folder)  # not from under a run that is going on
+        moved = move_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    hold(folder)
     checkpoint = latest(folder / "checkpoints")
     extra = read_extra(checkpoint) if checkpoint else {}
     step = int(extra.get("step", 0))
@@ -77,10 +86,40 @@ def look(config: RunConfig) -> Found:
     )
 
 
-def move_aside(folder: Path) -> Path | None:
+def hold(folder: Path, *, wait_seconds: float = 30.0) -> None:
+    """Keep the folder for this process until it ends: two runs in it would destroy each other's
+    rows and checkpoints.
+
+    Args:
+        folder: the run folder.
+        wait_seconds: for the ranks of a launch that was just killed.
+
+    Raises:
+        ConfigError: another process still has it.
+    """
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    end = time.monotonic() + wait_seconds
+    while True:
+        try:
+            # A lock of the process: a kill ends it, and forked writers do not inherit it.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            if time.monotonic() < end:
+                time.sleep(0.2)
+                continue
+            os.close(descriptor)
+            raise ConfigError(
+                f"run.dir={folder}: another process is training in it (wait for it, stop it, or "
+                "give another run.dir or run.name; if this is one job of several ranks, they do "
+                "not know of each other: start them with torchrun)"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        return
+
+
+def move_aside(folder: Path) -> Path:
     """Rename a run folder to the first free `<name>.1`, `<name>.2` ...; nothing is deleted."""
-    if not folder.exists():
-        return None
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
