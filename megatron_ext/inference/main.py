@@ -40,10 +40,12 @@ def generate(config: RunConfig) -> int:
     options = config.generate
     runtime = start(config.run)
     try:
-        mesh = build_mesh(config.parallel, seed=config.run.seed)
+        mesh = build_mesh(
+            config.parallel, seed=config.run.seed, timeout_seconds=config.run.timeout_seconds
+        )
         tokenizer = load_tokenizer(config.data.tokenizer)
         path = find(Path(str(config.run.dir)), chosen=config.checkpoint.load)
-        check_same(read_extra(path).get("model"), config.model)
+        check_same(read_extra(path), config.model, tokenizer=tokenizer.fingerprint)
         tc = transformer_config(config)
         vocab_size = choose_vocab_size(config, tokenizer.vocab_size)
         chunks = build_chunks(config, tc, mesh, vocab_size=vocab_size)

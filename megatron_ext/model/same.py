@@ -7,6 +7,7 @@ compute, and nothing would fail.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from megatron_ext.config.keys import table
 from megatron_ext.config.schema import ModelOptions, RunConfig
@@ -35,13 +36,19 @@ def remember(model: ModelOptions) -> dict[str, str]:
     return {key: str(getattr(value, "name", value)) for key, value in values.items()}
 
 
-def check_same(saved: Mapping[str, str] | None, model: ModelOptions) -> None:
-    """Compare what a checkpoint remembers (None: nothing) with the options of now.
+def check_same(extra: Mapping[str, Any], model: ModelOptions, *, tokenizer: str) -> None:
+    """Compare what a checkpoint remembers with the options of now.
+
+    Args:
+        extra: what the checkpoint holds beside tensors; `model` is what `remember` gave.
+        tokenizer: fingerprint of the tokenizer in use.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the model or its tokenizer differs.
     """
-    found = changes(saved, remember(model)) if saved is not None else []
+    found = changes(extra["model"], remember(model)) if "model" in extra else []
+    if extra.get("tokenizer", tokenizer) != tokenizer:
+        found.append(f"data.tokenizer: now {tokenizer}, in the checkpoint {extra['tokenizer']}")
     if found:
         raise ConfigError(
             [

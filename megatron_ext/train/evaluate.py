@@ -82,7 +82,7 @@ def restore_weights(state: TrainState) -> Path:
     """
     config = state.config
     path = find(Path(str(config.run.dir)), chosen=config.checkpoint.load)
-    check_same(read_extra(path).get("model"), config.model)
+    check_same(read_extra(path), config.model, tokenizer=state.tokenizer.fingerprint)
     state.restore(load(path, state.chunks, None, state.mesh))
     return path
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,12 +14,13 @@ from megatron_ext.checkpoint.paths import read_extra
 from megatron_ext.checkpoint.save import Checkpointer
 from megatron_ext.config.compose import to_container
 from megatron_ext.config.layout import draw
-from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.schema import RunConfig, Schedule
 from megatron_ext.data.change import check_unchanged
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.model.same import check_same
 from megatron_ext.observe.metrics import Metrics
 from megatron_ext.observe.run_files import remove_exit, write_exit, write_run
+from megatron_ext.optim.schedule import learning_rate
 from megatron_ext.parallel.runtime import Runtime, start, stop
 from megatron_ext.train.evaluate import restore_weights
 from megatron_ext.train.header import backends, header_lines
@@ -106,10 +108,11 @@ def restore(state: TrainState, found: Found) -> str:
     if found.checkpoint is not None:
         # Before the tensors, which take long to read.
         saved, allow = read_extra(found.checkpoint), state.config.data.allow_change
-        check_same(saved.get("model"), state.config.model)
+        check_same(saved, state.config.model, tokenizer=state.tokenizer.fingerprint)
         changed = check_unchanged(saved["data"], state.train_data, allow=allow)
         state.restore(load(found.checkpoint, state.chunks, state.optimizer, state.mesh))
         note = f", on other data ({'; '.join(changed)})" if changed else ""
+        note += schedule_note(state, saved)
         return f"resumes after step {state.step} from {found.checkpoint}{note}"
     if state.config.checkpoint.load:
         path = restore_weights(state)
@@ -119,10 +122,25 @@ def restore(state: TrainState, found: Found) -> str:
     return f"starts anew with seed {state.config.run.seed}"
 
 
+def schedule_note(state: TrainState, saved: dict[str, Any]) -> str:
+    """The schedule spans the run, so other `train.steps` move the rate of the steps to come: say
+    from what to what. Empty when it stays."""
+    optim, total = state.config.optim, state.total_tokens
+    was = int(saved.get("total_tokens", total))
+    if was == total or optim.schedule_tokens is not None or optim.schedule is Schedule.constant:
+        return ""
+    before, after = (learning_rate(optim, state.tokens, total_tokens=n) for n in (was, total))
+    return (
+        f"; the schedule now ends at {total} tokens instead of {was}, which takes the rate from "
+        f"{before:.2e} to {after:.2e} (optim.schedule_tokens={was} keeps it)"
+    )
+
+
 def finished_text(config: RunConfig, found: Found) -> str:
     """A finished run is no error: say so, and name the two ways on."""
     step = found.step
-    command = f"{_program(dist.get_world_size())} {shlex.join(sys.argv[1:])}".rstrip()
+    words = [word for word in sys.argv[1:] if not word.startswith("train.steps=")]
+    command = f"{_program(dist.get_world_size())} {shlex.join(words)}".rstrip()
     return (
         f"{found.folder}: this run is finished, step {step} of {config.train.steps} is saved.\n"
         f"  go on:     {command} train.steps={step + max(1, config.train.steps // 2)}\n"
@@ -136,7 +154,8 @@ def ending_lines(state: TrainState, found: Found, evaluation: dict[str, float]) 
     held_out = f"held-out loss {evaluation['eval/loss']:.4f}"
     if state.first_evaluation is not None:
         held_out += f" (before training {state.first_evaluation:.4f})"
-    same = shlex.join(word for word in sys.argv[1:] if not word.startswith(("run.dir=", "run.fr")))
+    again = ("run.dir=", "run.fresh=", "run.mode=", "train.steps=")
+    same = shlex.join(word for word in sys.argv[1:] if not word.startswith(again))
     same = f"{_program(state.runtime.world_size)} {same + ' ' if same else ''}{name}"
     # Generation runs on one stage, whatever the training ran on.
     parallel = state.config.parallel

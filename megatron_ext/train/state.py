@@ -65,6 +65,7 @@ class TrainState:
         return {
             "step": self.step,
             "tokens": self.tokens,
+            "total_tokens": self.total_tokens,
             "run_id": self.run_id,
             "seed": self.config.run.seed,
             "model": same.remember(self.config.model),
