@@ -34,7 +34,7 @@ def test_each_option_that_changes_the_function_is_named() -> None:
 
 
 def test_another_tokenizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="data.tokenizer: now words, in the checkpoint bytes"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: now words, in the checkpoint bytes"):
         check_same(saved(ModelOptions()), ModelOptions(), tokenizer="words")
 
 
