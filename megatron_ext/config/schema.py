@@ -191,7 +191,7 @@ class DataOptions:
         default_factory=list, metadata={"help": "Corpora to blend", "unit": ""}
     )
     demo: bool = option(
-        False, "Without sources, read the running Python's own library (prepared on first use)"
+        False, "Without sources: the running Python's own library, prepared on first use"
     )
     tokenizer: str = option("byte", "byte, or the path of a tokenizer.json or tiktoken file")
     held_out: float = option(0.05, "Share of documents kept for evaluation")
