@@ -110,7 +110,7 @@ def test_a_saved_configuration_says_everything() -> None:
 
 
 def test_whole_numbers_may_be_written_as_powers_of_ten() -> None:
-    assert compose(["optim.warmup_tokens=1e5"]).optim.warmup_tokens == 100_000
+    assert compose(["optim.warmup_tokens=1e4"]).optim.warmup_tokens == 10_000
 
 
 def test_every_number_of_the_schema_has_a_range() -> None:
