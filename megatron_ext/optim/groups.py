@@ -1,7 +1,7 @@
 """Which parameters are weight-decayed: one rule, told to megatron-core and printed as a table.
 
 A parameter is not decayed when its layer marked it `no_weight_decay`, or when it has fewer than two
-dimensions (norms, biases, A_log, gates). Decaying those changes what a layer can express instead of
+dimensions (norms, biases, A_log). Decaying those changes what a layer can express instead of
 regularising it, and refactorings elsewhere have done so unnoticed, hence the table at every start.
 """
 

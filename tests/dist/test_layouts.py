@@ -22,8 +22,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 # The first test waits for all three launches: five minutes on two free cores.
 pytestmark = pytest.mark.timeout(1800)
-LOSS = 1e-5  # float32 sums in another order; seen 2e-7
-TENSOR = 1e-4  # seen up to 2e-5 (updates divide by the root of the second moment)
+LOSS = 1e-5  # float32 sums in another order; seen 1e-7
+TENSOR = 1e-4  # seen up to 7e-5 (updates divide by the root of the second moment)
 # Below this share of the whole gradient's norm a tensor counts as about zero: what is left of it is
 # rounding of larger terms.
 FLOOR = 1e-6
