@@ -139,12 +139,14 @@ def schedule_note(state: TrainState, saved: dict[str, Any]) -> str:
 def finished_text(config: RunConfig, found: Found) -> str:
     """A finished run is no error: say so, and name the two ways on."""
     step = found.step
-    words = [word for word in sys.argv[1:] if not word.startswith("train.steps=")]
-    command = f"{_program(dist.get_world_size())} {shlex.join(words)}".rstrip()
+    program, words = _program(dist.get_world_size()), sys.argv[1:]
+    same = f"{program} {shlex.join(words)}".rstrip()
+    longer = [word for word in words if not word.startswith("train.steps=")]
+    longer.append(f"train.steps={step + max(1, config.train.steps // 2)}")
     return (
         f"{found.folder}: this run is finished, step {step} of {config.train.steps} is saved.\n"
-        f"  go on:     {command} train.steps={step + max(1, config.train.steps // 2)}\n"
-        f"  anew:      {command} run.fresh=true   (moves the old run aside)"
+        f"  go on:     {program} {shlex.join(longer)}\n"
+        f"  anew:      {same} run.fresh=true   (moves the old run aside)"
     )
 
 
