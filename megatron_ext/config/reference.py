@@ -6,6 +6,7 @@ page is current.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from megatron_ext.config.compose import CONFIGS, REPOSITORY
 from megatron_ext.config.keys import Key, table
 from megatron_ext.config.overrides import groups
 from megatron_ext.config.ranges import RANGES
-from megatron_ext.config.schema import KdaOptions, MlaOptions, RunConfig
+from megatron_ext.config.schema import RunConfig
 
 PAGE = REPOSITORY / "docs" / "configuration.md"
 
@@ -121,12 +122,11 @@ def _allowed(key: Key) -> str:
 
 
 def _section_help(section: str) -> str:
-    node: object = RunConfig
-    parents = {"model.kda": KdaOptions, "model.mla": MlaOptions}
-    if section in parents:
-        return "Linear attention" if parents[section] is KdaOptions else "Full attention"
-    fields = getattr(node, "__dataclass_fields__", {})
-    return str(fields[section].metadata["help"])
+    node, text = RunConfig(), ""
+    for part in section.split("."):
+        text = str(next(f for f in fields(node) if f.name == part).metadata["help"])
+        node = getattr(node, part)
+    return text
 
 
 def main() -> None:

@@ -75,6 +75,54 @@ class AttentionBackend(Enum):
     transformer_engine = "transformer_engine"
 
 
+class RouterMatmul(Enum):
+    fp32 = "fp32"
+    tf32 = "tf32"
+    bf16 = "bf16"
+
+
+class ExpertBackend(Enum):
+    auto = "auto"  # grouped_mm on a GPU, else loop
+    loop = "loop"
+    grouped_mm = "grouped_mm"
+    transformer_engine = "transformer_engine"
+
+
+class Dispatcher(Enum):
+    alltoall = "alltoall"
+    allgather = "allgather"
+
+
+class BalanceRule(Enum):
+    quantile = "quantile"  # K3: quantile of the margins of the global batch, from histograms
+    quantile_exact = "quantile_exact"  # the same from sorted margins
+    microbatch_mean = "microbatch_mean"  # megatron-core's: mean of the micro-batches' quantiles
+    sign = "sign"  # DeepSeek's constant step against the load
+    aux_loss = "aux_loss"  # Switch's auxiliary loss
+    threshold = "threshold"  # a score threshold an expert, from the micro-batch
+    reject = "reject"  # overloaded experts skip the tokens they are least confident about
+    none = "none"
+
+
+class BinPlacement(Enum):
+    uniform = "uniform"
+    centred = "centred"  # finer around the bias in use
+
+
+class ResidualKind(Enum):
+    block = "block"  # softmax over embedding, finished block sums and running sum     (K3)
+    full = "full"  # softmax over the embedding and every sublayer's output
+    shared = "shared"  # attention hidden states are shared within a block of layers
+    standard = "standard"  # plain pre-norm residual
+
+
+class AttentionResidualBackend(Enum):
+    auto = "auto"  # fla on a GPU that has it, else dense
+    reference = "reference"
+    dense = "dense"
+    fla = "fla"
+
+
 class Recompute(Enum):
     none = "none"
     selective = "selective"  # the attention cores and the feed-forward
@@ -140,6 +188,24 @@ class MlaOptions:
 
 
 @dataclass
+class ExpertOptions:
+    num_experts: int = option(16, "Routed experts of a layer")
+    top_k: int = option(4, "Experts a token", unit="experts")
+    latent_size: int = option(64, "Width at which routed experts work")
+    feed_forward_size: int = option(64, "Width inside a routed expert")
+    shared_feed_forward_size: int = option(
+        128, "Width inside the shared expert, on the full hidden state; 0: none"
+    )
+    scaling: float = option(1.0, "Factor on the renormalised weights")
+    router_matmul: RouterMatmul = option(
+        RouterMatmul.fp32, "Precision of the router's matrix product; its output is float32"
+    )
+    dispatcher: Dispatcher = option(Dispatcher.alltoall, "How tokens reach the ranks of experts")
+    backend: ExpertBackend = option(ExpertBackend.auto, "Matrix products of the experts")
+    require: bool = option(False, "Make a fallback of the backend an error")
+
+
+@dataclass
 class ModelOptions:
     name: str = option("custom", "Name of the preset")
     num_layers: int = option(6, "Layers")
@@ -158,6 +224,32 @@ class ModelOptions:
     situ_linear_beta: float = option(25.0, "Bound of the linear branch of SiTU-GLU")
     kda: KdaOptions = option(KdaOptions, "Linear attention")
     mla: MlaOptions = option(MlaOptions, "Full attention")
+    experts: ExpertOptions = option(ExpertOptions, "Mixture of experts, where layers have one")
+
+
+@dataclass
+class BalanceOptions:
+    rule: BalanceRule = option(BalanceRule.quantile, "How the load of experts is levelled")
+    bins: int = option(1000, "Bins of the histogram of margins, an expert")
+    placement: BinPlacement = option(BinPlacement.uniform, "Where the bins lie")
+    sign_step: float = option(1e-3, "Step of the bias of rule=sign")
+    aux_coefficient: float = option(1e-2, "Weight of the loss of rule=aux_loss")
+    capacity_factor: float = option(
+        1.25, "Most tokens an expert takes under rule=threshold, over the mean"
+    )
+    overload: float = option(1.05, "Load over the mean from which rule=reject skips tokens")
+    rejection_probability: float = option(1.0, "Chance that rule=reject skips such a token")
+    refill: bool = option(True, "rule=reject gives a freed slot to the next-best expert")
+
+
+@dataclass
+class ResidualOptions:
+    kind: ResidualKind = option(ResidualKind.standard, "What a sublayer reads")
+    block_size: int = option(12, "Layers of a block", unit="layers")
+    backend: AttentionResidualBackend = option(
+        AttentionResidualBackend.auto, "Kernel of the mix over sources"
+    )
+    require: bool = option(False, "Make a fallback of the backend an error")
 
 
 @dataclass
@@ -272,6 +364,8 @@ class RunConfig:
 
     run: RunOptions = option(RunOptions, "The run itself")
     model: ModelOptions = option(ModelOptions, "Architecture")
+    balance: BalanceOptions = option(BalanceOptions, "Load of experts")
+    residual: ResidualOptions = option(ResidualOptions, "What a sublayer reads of those before")
     parallel: ParallelOptions = option(ParallelOptions, "Layout over ranks")
     data: DataOptions = option(DataOptions, "What is read")
     train: TrainOptions = option(TrainOptions, "Length and batch")
