@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_ext.config.schema import Device, Precision, RunOptions
 from megatron_ext.errors import ConfigError
+from megatron_ext.ops.kda import tuned
 from megatron_ext.parallel import cpu_support
 from megatron_ext.parallel.environment import Environment, read_environment
 
@@ -83,6 +84,8 @@ def start(run: RunOptions) -> Runtime:
     device = choose_device(run.device, local_rank=environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        for name, value in tuned.variables(torch.cuda.get_device_name(device)).items():
+            os.environ.setdefault(name, value)
     else:
         _share_cores(environment)
     cpu_support.install(device)
