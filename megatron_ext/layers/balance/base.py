@@ -2,78 +2,123 @@
 
 Shapes: T tokens of a micro-batch on this rank, E experts, k experts a token.
 
-    map = balancer.select(scores, ...)      forward, also in evaluation; reads the bias
-    balancer.observe(scores, map, ...)      forward of training, once a token
-    reduce(balancers, group)                once a step, all layers in one collective
-    load = balancer.update(layer)           once a step; the new bias is used from the next one
+    selection = balancer.select(scores, ...)    every forward, also in evaluation; changes nothing
+    balancer.observe(scores, selection, ...)    forward of training, once a token
+    reduce(balancers, group)                    once a step, all layers in one collective a dtype
+    load = balancer.update(layer)               once a step; the new bias is used from the next one
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import BalanceOptions
-from megatron_ext.ops.quantile.load import LayerLoad
+from megatron_ext.ops.quantile import LayerLoad, select_top_k
 
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """Who else holds tokens of the same micro-batch: for rules that look at all of it.
+    """Where the tokens at hand belong: for rules that look at all of a micro-batch, and for ties.
 
     Attributes:
-        group: ranks that hold other tokens of this micro-batch (context parallel ranks, and tensor
-            parallel ones when they shard the sequence); None when this rank holds all of them.
+        group: ranks that hold other tokens of this micro-batch, in the order of the sequence
+            (context parallel ranks, and tensor parallel ones when they shard the sequence), each
+            as many; None when this rank holds all of them.
+        positions: int64 [T], a number for each token that no layout changes, such as its place in
+            its sequence: ties between experts are dealt out by it. None: 0, 1, ... of this rank.
     """
 
     group: ProcessGroup | None = None
+    positions: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which expert takes which token.
+
+    Attributes:
+        map: bool [T, E].
+        cutoff: float32 [T], the (k+1)-th largest biased score of each token.
+    """
+
+    map: Tensor
+    cutoff: Tensor
 
 
 class Balancer(nn.Module):
     """State and rule of one layer. `bias` is float32 whatever the model's dtype, and is saved.
 
+    Persistent buffers are the same on all ranks after `update`. By itself this is the rule `none`:
+    it counts, and leaves the bias alone.
+
     Args:
         options: of the rule.
         num_experts: E.
         top_k: k.
+        device: of the state; None: the current CUDA device.
     """
+
+    #: Whether `select` gives every token exactly k experts.
+    exactly_top_k = True
 
     bias: Tensor
     counts: Tensor
 
-    def __init__(self, options: BalanceOptions, *, num_experts: int, top_k: int) -> None:
+    def __init__(
+        self,
+        options: BalanceOptions,
+        *,
+        num_experts: int,
+        top_k: int,
+        device: torch.device | int | str | None = None,
+    ) -> None:
         super().__init__()
         self.options = options
         self.num_experts = num_experts
         self.top_k = top_k
-        device = torch.cuda.current_device()
-        self.register_buffer("bias", torch.zeros(num_experts, device=device))
-        # Of the step under way, hence zero whenever a checkpoint is written.
-        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+        self.device = torch.cuda.current_device() if device is None else device
+        self.register_buffer("bias", torch.zeros(num_experts, device=self.device))
+        # Tokens an expert, then valid tokens. Of the step under way, hence zero whenever a
+        # checkpoint is written.
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=self.device)
         self.register_buffer("counts", counts, persistent=False)
 
-    def select(self, scores: Tensor, *, valid: Tensor | None, tokens: TokenGroup) -> Tensor:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves, never casts: `model.bfloat16()` leaves scores' statistics in float32."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move, recurse)
+
+    @torch.no_grad()
+    def select(self, scores: Tensor, *, valid: Tensor | None, tokens: TokenGroup) -> Selection:
         """Which expert takes which token.
 
         Args:
-            scores: float32 [T, E] in (0, 1), unbiased; detached.
+            scores: float32 [T, E] in [0, 1], unbiased.
             valid: bool [T], False for padding; None: all are valid.
-            tokens: for rules that look at the whole micro-batch.
-
-        Returns:
-            bool [T, E].
+            tokens: for rules that look at the whole micro-batch, and for ties.
         """
-        raise NotImplementedError
+        return Selection(*select_top_k(scores + self.bias, self.top_k, positions=tokens.positions))
 
+    @torch.no_grad()
     def observe(
-        self, scores: Tensor, map: Tensor, *, valid: Tensor | None, tokens: TokenGroup
+        self, scores: Tensor, selection: Selection, *, valid: Tensor | None, tokens: TokenGroup
     ) -> None:
         """Add the statistics of a micro-batch. The caller calls it once a token: in training with
-        gradients enabled, not in evaluation, not twice under recomputation."""
-        raise NotImplementedError
+        gradients enabled, not in evaluation, not twice under recomputation. Where `tokens.group`
+        is given, all of its ranks call it together."""
+        taken = selection.map if valid is None else selection.map & valid.unsqueeze(1)
+        self.counts[:-1] += taken.sum(0)
+        self.counts[-1] += len(scores) if valid is None else valid.sum()
 
     def statistics(self) -> list[Tensor]:
         """Tensors to be summed, in place, over all ranks that hold other tokens of the step."""
@@ -85,9 +130,51 @@ class Balancer(nn.Module):
     def auxiliary_loss(
         self, scores: Tensor, map: Tensor, *, valid: Tensor | None, tokens: TokenGroup
     ) -> Tensor | None:
-        """A loss, as a sum over the valid tokens, to be added to the token losses; or None."""
+        """A loss, as a sum over the valid tokens of this rank, to be added to the token losses.
+
+        Args:
+            scores: float32 [T, E] in [0, 1], with their gradient.
+            map: bool [T, E], the selection.
+            valid: bool [T], False for padding; None: all are valid.
+            tokens: for rules that look at the whole micro-batch.
+
+        Returns:
+            float32 [], or None where the rule has no loss.
+        """
         return None
 
+    @torch.no_grad()
     def update(self, layer: int) -> LayerLoad:
-        """Set the bias for the next step from the reduced statistics, and clear these."""
-        raise NotImplementedError
+        """Set the bias for the next step from the reduced statistics, and clear these.
+
+        Args:
+            layer: 0-based number of the layer, for the record.
+        """
+        return self._finish(layer, new_bias=self.bias)
+
+    def _finish(
+        self,
+        layer: int,
+        *,
+        new_bias: Tensor,
+        predicted: Tensor | None = None,
+        out_of_range: Tensor | None = None,
+        bin_width: Tensor | None = None,
+    ) -> LayerLoad:
+        """The record of the step; takes over the bias and clears the counts."""
+        counts, tokens = self.counts[:-1].clone(), self.counts[-1].clone()
+        load = LayerLoad(
+            layer=layer,
+            top_k=self.top_k,
+            tokens=tokens,
+            counts=counts,
+            bias=self.bias.clone(),
+            new_bias=new_bias.clone(),
+            predicted=predicted,
+            out_of_range=torch.zeros_like(tokens) if out_of_range is None else out_of_range,
+            bin_width=tokens.double() * 0 if bin_width is None else bin_width,
+            dropped=tokens * self.top_k - counts.sum(),
+        )
+        self.bias.copy_(load.new_bias)
+        self.counts.zero_()
+        return load

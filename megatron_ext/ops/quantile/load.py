@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class LayerLoad:
     """One expert layer in one optimizer step, over the valid tokens of the global batch.
 
-    Every field is the same on all ranks and in every layout (given the same scores).
+    Every field is the same on all ranks and in every layout (given the same scores). Numbers are
+    tensors without axes on the device of the layer, so that making the record waits for nothing;
+    `to_host` brings the records of all layers over at once.
 
     Attributes:
         layer: 0-based number of the layer.
         top_k: experts a token.
-        tokens: valid tokens.
+        tokens: int64 [], valid tokens.
         counts: int64 [E], tokens that each expert was given.
         bias: float32 [E], in use during the step.
         new_bias: float32 [E], from the next step on.
         predicted: float64 [E], tokens that each expert would have been given in this batch with
-            the new bias and the cut-offs held; None where the rule makes no such promise.
-        out_of_range: margins that fell outside the histogram (of tokens * E).
-        bin_width: widest bin at the quantiles that were read; 0 without a histogram.
-        dropped: slots (of tokens * top_k) that no expert took.
+            the new bias and the cut-offs held, known up to the mass of one bin where there is a
+            histogram; None where the rule makes no such promise.
+        out_of_range: int64 [], margins that fell outside the histogram (of tokens * E).
+        bin_width: float64 [], widest bin at the quantiles that were read; 0 without a histogram.
+        dropped: int64 [], slots (of tokens * top_k) that no expert took.
     """
 
     layer: int
     top_k: int
-    tokens: int
+    tokens: Tensor
     counts: Tensor
     bias: Tensor
     new_bias: Tensor
-    predicted: Tensor | None = None
-    out_of_range: int = 0
-    bin_width: float = 0.0
-    dropped: int = 0
+    predicted: Tensor | None
+    out_of_range: Tensor
+    bin_width: Tensor
+    dropped: Tensor
+
+
+def to_host(loads: Sequence[LayerLoad]) -> list[LayerLoad]:
+    """The records with all tensors on the CPU: one copy for all of them, one wait."""
+    tensors = [
+        value
+        for load in loads
+        for field in fields(load)
+        if isinstance(value := getattr(load, field.name), Tensor)
+    ]
+    if not tensors:
+        return list(loads)
+    # float64 holds every count below 2^53, and float32, exactly.
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
+    parts = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
+    result = []
+    for load in loads:
+        moved: dict[str, Any] = {
+            field.name: next(parts).reshape(value.shape).to(value.dtype)
+            for field in fields(load)
+            if isinstance(value := getattr(load, field.name), Tensor)
+        }
+        result.append(replace(load, **moved))
+    return result
