@@ -338,6 +338,9 @@ class CheckpointOptions:
 @dataclass
 class LoggingOptions:
     interval: int = option(1, "Console row every so many steps", unit="steps")
+    expert_interval: int = option(
+        10, "Loads of every expert go to layers.jsonl every so many steps; 0: never", unit="steps"
+    )
     wandb: Wandb = option(Wandb.disabled, "Weights & Biases")
     wandb_project: str = option("megatron-ext", "Project on wandb")
     wandb_entity: str | None = option(None, "Team or user on wandb")

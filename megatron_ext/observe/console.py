@@ -75,6 +75,9 @@ def step_row(
     add("loss", f"loss {loss:.3f}", keep=True)
     add("grad_norm", f"gnorm {norm:.2f}" if norm < 1000 else f"gnorm {norm:.1e}", keep=True)
     add("lr", f"lr {human_lr(values.get('lr', math.nan))}", keep=True)
+    # The load of the busiest expert of any layer over the mean of that layer.
+    violation = values.get("moe/max_violation", math.nan)
+    add("moe/max_violation", f"imb {1 + violation:.2f}", keep=False)
     add("tokens", f"tok {human_count(values.get('tokens', math.nan))}", keep=False)
     add(
         "tokens_per_second",

@@ -74,17 +74,43 @@ def cut_back(path: Path, *, resume_step: int) -> int:
     return last
 
 
-class JsonlSink:
-    """Appends rows to `metrics.jsonl`. Each row is flushed to the operating system.
+class JsonlFile:
+    """Appends lines to a file of steps. Each is flushed to the operating system.
 
     Args:
-        path: the file; made if missing, cut back to `resume_step` otherwise.
+        path: the file; cut back to `resume_step` if it is there, else made with the first line.
         resume_step: the step of the checkpoint that training goes on from, 0 for a new run.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
+        self._path = path
         self.last_step = cut_back(path, resume_step=resume_step)
-        self._file: TextIO = path.open("a", encoding="utf-8", newline="\n")
+        self._file: TextIO | None = None
+
+    def append(self, step: int, line: str) -> None:
+        """Add the JSON object of one step, without its newline.
+
+        Raises:
+            ValueError: the step is not after the last one.
+        """
+        if step <= self.last_step:
+            raise ValueError(
+                f"{self._path.name}: step {step} was given after step {self.last_step}; "
+                "each step is written once, in order"
+            )
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8", newline="\n")
+        self._file.write(line + "\n")
+        self._file.flush()
+        self.last_step = step
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class JsonlSink(JsonlFile):
+    """Appends rows to `metrics.jsonl`."""
 
     def write(self, row: Mapping[str, float]) -> None:
         """Append one row.
@@ -92,15 +118,4 @@ class JsonlSink:
         Raises:
             ValueError: the step is not after the last one, or a name is not registered.
         """
-        step = int(row["step"])
-        if step <= self.last_step:
-            raise ValueError(
-                f"metrics.jsonl: step {step} was given after step {self.last_step}; "
-                "each step is written once, in order"
-            )
-        self._file.write(encode(row) + "\n")
-        self._file.flush()
-        self.last_step = step
-
-    def close(self) -> None:
-        self._file.close()
+        self.append(int(row["step"]), encode(row))

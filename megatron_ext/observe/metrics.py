@@ -6,18 +6,23 @@ training loop needs no `if` for it; numbers of other ranks are reduced before th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from megatron_ext.config.schema import LoggingOptions
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.observe import registry, run_files
 from megatron_ext.observe.console import Console
+from megatron_ext.observe.expert_load import ExpertLoad, LoadTable
 from megatron_ext.observe.jsonl import JsonlSink
+from megatron_ext.observe.layer_history import LayerHistory, expert_record, is_due
 from megatron_ext.observe.tensorboard_sink import TensorboardSink
 from megatron_ext.observe.wandb_sink import WandbSink
+
+if TYPE_CHECKING:
+    from megatron_ext.ops.quantile.load import LayerLoad
 
 
 class Metrics:
@@ -35,6 +40,7 @@ class Metrics:
             Later rows of an earlier launch are dropped.
         writer: True on exactly one rank.
         total_steps: steps of the whole run.
+        expert_parallel: ranks over which the experts of a layer are spread.
         stream: where the console prints; default: standard output.
     """
 
@@ -48,6 +54,7 @@ class Metrics:
         resume_step: int,
         writer: bool,
         total_steps: int,
+        expert_parallel: int = 1,
         stream: TextIO | None = None,
     ) -> None:
         self._folder = folder
@@ -66,6 +73,10 @@ class Metrics:
             stream=stream,
         )
         self._jsonl = JsonlSink(folder / "metrics.jsonl", resume_step=resume_step)
+        self._expert_load = ExpertLoad(expert_parallel=expert_parallel)
+        self._expert_interval = logging.expert_interval
+        self._total_steps = total_steps
+        self._history = LayerHistory(folder, resume_step=resume_step)
         if self._jsonl.last_step < resume_step:
             self._console.warn(
                 f"metrics.jsonl: ends at step {self._jsonl.last_step}, training goes on after step "
@@ -102,7 +113,9 @@ class Metrics:
         if self._writer:
             self._console.warn(text)
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
+    def step(
+        self, step: int, values: Mapping[str, float], *, loads: Sequence[LayerLoad] = ()
+    ) -> None:
         """The row of a step, with what an evaluation after it found.
 
         Write it before the step's checkpoint becomes the latest one: a kill between the two would
@@ -112,6 +125,7 @@ class Metrics:
             step: optimizer step, from 1; each step once, in order.
             values: metrics by registered name; what every row holds must be there (NaN becomes
                 null).
+            loads: of the expert layers in this step, from the whole global batch.
 
         Raises:
             ValueError: a name is not registered or missing, or the step is out of order.
@@ -119,6 +133,8 @@ class Metrics:
         if not self._writer:
             return
         row = {"step": float(step), **{name: float(value) for name, value in values.items()}}
+        if loads:
+            row |= self._experts(step, LoadTable.gather(loads))
         row = {name: row[name] for name in registry.ordered(row)}
         missing = [name for name in registry.required_names() if name not in row]
         if missing:
@@ -132,6 +148,13 @@ class Metrics:
         self._wandb.write(step, row)
         if self._tensorboard is not None:
             self._tensorboard.write(step, row)
+
+    def _experts(self, step: int, table: LoadTable) -> dict[str, float]:
+        """The metrics of the expert layers; their detail goes to the history when it is due."""
+        statistics = self._expert_load.statistics(table)
+        if is_due(step, interval=self._expert_interval, total_steps=self._total_steps):
+            self._history.write(step, {"experts": expert_record(table, statistics)})
+        return self._expert_load.metrics(table, statistics)
 
     def evaluation(self, step: int, tokens: int, values: Mapping[str, float]) -> dict[str, float]:
         """Show an evaluation, and hand its values back to be merged into the row of its step.
@@ -167,6 +190,7 @@ class Metrics:
         self._finished = True
         self._console.close()
         self._jsonl.close()
+        self._history.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         # exit.json before wandb: an upload over a slow network must not hide how the run ended.

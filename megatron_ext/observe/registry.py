@@ -50,6 +50,78 @@ class Metric:
         return re.fullmatch(pattern, name) is not None
 
 
+# Layers listed after the worst one (which has its own entries), by largest violation.
+TOP_LAYERS = 4
+
+
+def _over_layers(
+    name: str, unit: str, meaning: str, *, worst: str = "largest", reproducible: bool = True
+) -> tuple[Metric, ...]:
+    """One number a layer, as three keys whatever the number of layers: worst, mean, and where."""
+    return (
+        Metric(name, unit, f"{meaning}; of the layer with the {worst}", reproducible=reproducible),
+        Metric(f"{name}/mean", unit, "Mean of it over layers", reproducible=reproducible),
+        Metric(
+            f"{name}/layer",
+            "layer",
+            f"The layer with the {worst}, from 0",
+            reproducible=reproducible,
+            integer=True,
+        ),
+    )
+
+
+# Of a layer's experts in one step, from the counts of the whole global batch without padding; dense
+# layers have none. "Load" is the number of tokens that an expert was given.
+EXPERT_METRICS: tuple[Metric, ...] = (
+    *_over_layers("moe/max_violation", "1", "Largest load over the mean load, minus 1"),
+    Metric(
+        "moe/violation_floor",
+        "1",
+        "What moe/max_violation is expected to be when every expert is chosen equally often, by "
+        "chance alone: sqrt(2 ln E / (tokens * k / E))",
+    ),
+    *(
+        Metric(f"moe/top/{place}/{what}", unit, meaning, integer=unit == "layer")
+        for place in range(2, TOP_LAYERS + 1)
+        for what, unit, meaning in (
+            ("max_violation", "1", f"The {place}. largest moe/max_violation of a layer"),
+            ("layer", "layer", "The layer that has it"),
+        )
+    ),
+    *_over_layers("moe/load_cv", "1", "Standard deviation of the loads over their mean"),
+    *_over_layers(
+        "moe/load_entropy",
+        "fraction",
+        "Entropy of the loads over its maximum ln E: 1 is even, 0 is one expert for all",
+        worst="smallest",
+    ),
+    *_over_layers("moe/dead_fraction", "fraction", "Share of experts that no token was given to"),
+    *_over_layers("moe/max_share", "fraction", "Share of all slots that one expert took"),
+    *_over_layers(
+        "moe/rank_load",
+        "1",
+        "Largest load of an expert parallel rank over the mean of the ranks; each holds E/ranks "
+        "experts in a row. Depends on parallel.expert",
+    ),
+    *_over_layers("moe/dropped", "fraction", "Share of the tokens * k slots that no expert took"),
+    *_over_layers("balance/bias_range", "1", "Largest minus smallest bias in use"),
+    *_over_layers("balance/bias_change", "1", "Largest change of a bias by this step's update"),
+    *_over_layers("balance/out_of_range", "fraction", "Share of the margins outside the histogram"),
+    *_over_layers(
+        "balance/predicted_violation",
+        "1",
+        "moe/max_violation of this batch had the new bias been in use, cut-offs held",
+    ),
+    *_over_layers(
+        "balance/prediction_error",
+        "1",
+        "Largest difference between an expert's load and what the step before predicted, over the "
+        "mean load. Missing in the first row of a launch",
+        reproducible=False,
+    ),
+)
+
 # The order of this table is the order of the keys in a row of metrics.jsonl.
 METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", "Optimizer step, from 1", required=True, integer=True),
@@ -107,6 +179,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "data/wait_seconds", "s", "Time in which the step waited for its data", reproducible=False
     ),
+    *EXPERT_METRICS,
     Metric("eval/loss", "nats", "Mean cross-entropy of the held-out tokens, after the update"),
     Metric("eval/loss/<source>", "nats", "As eval/loss, over one data source"),
     Metric("eval/tokens", "tokens", "Held-out tokens that eval/loss is the mean of", integer=True),
@@ -119,6 +192,8 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 
+_EXACT = {metric.name: position for position, metric in enumerate(METRICS) if not metric.is_family}
+
 
 def find(name: str) -> Metric:
     """The entry that a name belongs to.
@@ -126,9 +201,15 @@ def find(name: str) -> Metric:
     Raises:
         ValueError: the name is not registered; says the nearest one that is.
     """
-    for metric in METRICS:
+    return METRICS[_position(name)]
+
+
+def _position(name: str) -> int:
+    if name in _EXACT:
+        return _EXACT[name]
+    for position, metric in enumerate(METRICS):
         if metric.matches(name):
-            return metric
+            return position
     near = difflib.get_close_matches(name, [metric.name for metric in METRICS], n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ValueError(
@@ -144,7 +225,7 @@ def is_reproducible(name: str) -> bool:
 
 def ordered(names: Iterable[str]) -> list[str]:
     """Names in the order of the table, those of one family by alphabet. Refuses unknown names."""
-    return sorted(names, key=lambda name: (METRICS.index(find(name)), name))
+    return sorted(names, key=lambda name: (_position(name), name))
 
 
 def required_names() -> tuple[str, ...]:

@@ -52,6 +52,7 @@ def train(config: RunConfig) -> int:
             resume_step=state.step,
             writer=writer,
             total_steps=config.train.steps,
+            expert_parallel=config.parallel.expert,
         ) as metrics:
             if writer:
                 write_run(

@@ -37,6 +37,16 @@ def test_a_row_reads_as_documented() -> None:
     )
 
 
+def test_imbalance_is_the_busiest_expert_over_the_mean_and_needs_experts() -> None:
+    values = {**VALUES, "moe/max_violation": 0.0834}
+    row = step_row(12, values, total_steps=100, seconds_left=42)
+    assert "  imb 1.08  " in row
+    assert len(row) <= WIDTH
+    for violation in (math.nan, math.inf):
+        values["moe/max_violation"] = violation
+        assert "imb" not in step_row(12, values, total_steps=100, seconds_left=42)
+
+
 def test_mfu_is_left_out_where_it_is_not_known_and_a_broken_loss_is_shown() -> None:
     row = step_row(
         1, {**VALUES, "mfu": math.nan, "loss": math.nan}, total_steps=100, seconds_left=math.inf
@@ -49,6 +59,7 @@ def test_mfu_is_left_out_where_it_is_not_known_and_a_broken_loss_is_shown() -> N
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6, 1e30, math.inf, -math.inf, math.nan])
 def test_rows_fit_in_120_columns_whatever_the_numbers(scale: float) -> None:
     values = {name: value * scale for name, value in VALUES.items()}
+    values["moe/max_violation"] = 55 * scale
     row = step_row(12_345_678, values, total_steps=99_999_999, seconds_left=8e8)
     assert len(row) <= WIDTH
     for kept in ("step 12345678/99999999", "loss", "gnorm", "lr", "eta 9259d06h"):
