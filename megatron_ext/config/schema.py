@@ -339,7 +339,7 @@ class CheckpointOptions:
 class LoggingOptions:
     interval: int = option(1, "Console row every so many steps", unit="steps")
     expert_interval: int = option(
-        10, "Loads of every expert go to layers.jsonl every so many steps; 0: never", unit="steps"
+        10, "Every expert's load to layers.jsonl every so many steps; 0: never", unit="steps"
     )
     wandb: Wandb = option(Wandb.disabled, "Weights & Biases")
     wandb_project: str = option("megatron-ext", "Project on wandb")

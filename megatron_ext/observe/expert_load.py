@@ -7,7 +7,7 @@ global batch, so it is the same in every layout (`moe/rank_load` alone asks for 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from megatron_ext.observe.registry import TOP_LAYERS
 
 if TYPE_CHECKING:  # torch takes seconds, and a report of a finished run does not need it
+    from torch import Tensor
+
     from megatron_ext.ops.quantile.load import LayerLoad
 
 Floats = NDArray[np.float64]
@@ -55,34 +57,33 @@ class LoadTable:
 
     @classmethod
     def gather(cls, loads: Sequence[LayerLoad]) -> LoadTable:
-        """Fetch the records of a step from their device: one copy a field, not one a layer."""
-        import torch
+        """Fetch the records of a step (at least one) from their device, in one copy."""
+        from megatron_ext.ops.quantile.load import to_host
 
-        loads = sorted(loads, key=lambda load: load.layer)
+        loads = sorted(to_host(loads), key=lambda load: load.layer)
+        unknown = np.full(loads[0].counts.shape, math.nan)
 
-        def integers(values: Sequence[int]) -> Integers:
-            return np.array(values, dtype=np.int64)
+        def stack(tensors: Iterable[Tensor]) -> Floats:
+            return np.stack([tensor.double().numpy() for tensor in tensors])
 
-        def floats(tensors: list[torch.Tensor]) -> Floats:
-            return torch.stack(tensors).double().cpu().numpy()
+        def stack_integers(tensors: Iterable[Tensor]) -> Integers:
+            return np.stack([tensor.long().numpy() for tensor in tensors])
 
         return cls(
-            layers=integers([load.layer for load in loads]),
+            layers=np.array([load.layer for load in loads], dtype=np.int64),
             top_k=loads[0].top_k,
-            tokens=integers([load.tokens for load in loads]),
-            counts=torch.stack([load.counts for load in loads]).cpu().numpy(),
-            bias=floats([load.bias for load in loads]),
-            new_bias=floats([load.new_bias for load in loads]),
-            predicted=floats(
+            tokens=stack_integers(load.tokens for load in loads),
+            counts=stack_integers(load.counts for load in loads),
+            bias=stack(load.bias for load in loads),
+            new_bias=stack(load.new_bias for load in loads),
+            predicted=np.stack(
                 [
-                    torch.full_like(load.counts, math.nan, dtype=torch.float64)
-                    if load.predicted is None
-                    else load.predicted
+                    unknown if load.predicted is None else load.predicted.double().numpy()
                     for load in loads
                 ]
             ),
-            out_of_range=integers([load.out_of_range for load in loads]),
-            dropped=integers([load.dropped for load in loads]),
+            out_of_range=stack_integers(load.out_of_range for load in loads),
+            dropped=stack_integers(load.dropped for load in loads),
         )
 
 

@@ -26,13 +26,14 @@ def draw_loads(
             LayerLoad(
                 layer=layer,
                 top_k=top_k,
-                tokens=tokens,
+                tokens=torch.tensor(tokens),
                 counts=counts,
                 bias=bias * step,
                 new_bias=bias * (step + 1),
                 predicted=torch.full((experts,), tokens * top_k / experts, dtype=torch.float64),
-                out_of_range=layer,
-                bin_width=0.002,
+                out_of_range=torch.tensor(layer),
+                bin_width=torch.tensor(0.002, dtype=torch.float64),
+                dropped=torch.tensor(0),
             )
         )
     return found

@@ -43,11 +43,14 @@ def load_of(counts: list[int], *, layer: int = 0, top_k: int = 2, dropped: int =
     return LayerLoad(
         layer=layer,
         top_k=top_k,
-        tokens=(sum(counts) + dropped) // top_k,
+        tokens=torch.tensor((sum(counts) + dropped) // top_k),
         counts=torch.tensor(counts),
         bias=zeros,
         new_bias=zeros,
-        dropped=dropped,
+        predicted=None,
+        out_of_range=torch.tensor(0),
+        bin_width=torch.tensor(0.0),
+        dropped=torch.tensor(dropped),
     )
 
 
@@ -74,10 +77,10 @@ def reference(load: LayerLoad, *, ranks: int) -> dict[str, float]:
         "moe/dead_fraction": sum(c == 0 for c in counts) / experts,
         "moe/max_share": max(shares),
         "moe/rank_load": max(by_rank) / (total / ranks),
-        "moe/dropped": load.dropped / (load.tokens * load.top_k),
+        "moe/dropped": int(load.dropped) / (int(load.tokens) * load.top_k),
         "balance/bias_range": max(bias) - min(bias),
         "balance/bias_change": max(abs(a - b) for a, b in zip(bias, new, strict=True)),
-        "balance/out_of_range": load.out_of_range / (load.tokens * experts),
+        "balance/out_of_range": int(load.out_of_range) / (int(load.tokens) * experts),
         "balance/predicted_violation": max(predicted) / (sum(predicted) / experts) - 1,
     }
 
@@ -94,7 +97,7 @@ def test_every_statistic_is_its_definition(counts: list[int], ranks: int, seed: 
         bias=torch.randn(8, generator=generator),
         new_bias=torch.randn(8, generator=generator),
         predicted=torch.rand(8, generator=generator, dtype=torch.float64) + 0.1,
-        out_of_range=17,
+        out_of_range=torch.tensor(17),
     )
     found = layer_statistics(LoadTable.gather([load]), expert_parallel=ranks)
     for name, value in reference(load, ranks=ranks).items():
@@ -162,7 +165,7 @@ def test_a_prediction_is_compared_with_the_next_step_only() -> None:
     def error(counts: list[int], predicted: list[float] | None) -> float | None:
         load = load_of(counts)
         if predicted is not None:
-            load.predicted = torch.tensor(predicted, dtype=torch.float64)
+            load = replace(load, predicted=torch.tensor(predicted, dtype=torch.float64))
         table = LoadTable.gather([load])
         return watch.metrics(table, watch.statistics(table)).get("balance/prediction_error")
 
