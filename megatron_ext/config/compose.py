@@ -67,10 +67,10 @@ def compose(
         raise ConfigError(checked.problems)
     assert isinstance(config, RunConfig)
     resolve_paths(config, cwd or Path.cwd())
+    checked.problems += [p.text for p in find_problems(config, world_size) if _certain(p, checked)]
     if config.run.deterministic and config.model.kda.backend is KdaBackend.auto:
         # What `auto` takes on a GPU, fla, is not deterministic.
         config.model.kda.backend = KdaBackend.dense
-    checked.problems += [p.text for p in find_problems(config, world_size) if _certain(p, checked)]
     if checked.problems:
         raise ConfigError(checked.problems)
     return config

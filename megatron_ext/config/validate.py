@@ -89,6 +89,13 @@ def _run(config: RunConfig) -> Iterator[Problem]:
             "(run.dir=PATH takes a path)",
             ("run.name",),
         )
+    kda = config.model.kda
+    if config.run.deterministic and kda.require and kda.backend is KdaBackend.auto:
+        yield Problem(
+            "model.kda.require=true: forbids that model.kda.backend=auto leaves out fla, and "
+            "run.deterministic=true does (nearest model.kda.backend=dense)",
+            ("model.kda.require", "model.kda.backend", "run.deterministic"),
+        )
     nondeterministic = {
         "model.kda.backend": (KdaBackend.fla, "reference, dense, auto"),
         "model.mla.backend": (AttentionBackend.transformer_engine, "sdpa, auto"),

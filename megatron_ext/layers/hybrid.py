@@ -54,6 +54,7 @@ class GatedHybrid(ShardedModule):
             config.hidden_size,
             dtype=config.params_dtype,
             initializer=Constant(0.0),
+            weight_decay=False,  # which would pull the mix towards halves
             sequence_parallel=config.sequence_parallel,
         )
 

@@ -17,6 +17,7 @@ from megatron_ext.config.reference import PAGE, help_text, page
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.sweep import expand
 from megatron_ext.config.validate import validate
+from megatron_ext.errors import ConfigError
 
 OPTIONS = [
     (group, option)
@@ -41,6 +42,8 @@ def test_a_deterministic_run_takes_no_nondeterministic_backend_by_itself() -> No
     assert compose([]).model.kda.backend is schema.KdaBackend.auto
     config = compose(["run.deterministic=true"])
     assert config.model.kda.backend is schema.KdaBackend.dense
+    with pytest.raises(ConfigError, match=r"model\.kda\.require=true: .*backend=dense"):
+        compose(["run.deterministic=true", "model.kda.require=true"])
 
 
 def test_a_tilde_is_the_home_folder() -> None:
