@@ -1,0 +1,75 @@
+"""Tiny `text_config`s in the released layout. Sizes all differ, so that no two can be mixed up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def kimi_k3(**changes: Any) -> dict[str, Any]:
+    """Five layers of the K3 kind: KDA and gated MLA, latent experts, attention residuals."""
+    linear = changes.pop("linear_attn_config", {})
+    config = {
+        "model_type": "kimi_linear",
+        "vocab_size": 101,
+        "hidden_size": 28,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "intermediate_size": 44,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+        "num_experts": 7,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 10,
+        "routed_expert_hidden_size": 18,
+        "latent_moe_use_norm": True,
+        "moe_router_activation_func": "sigmoid",
+        "moe_renormalize": True,
+        "routed_scaling_factor": 1.0,
+        "use_grouped_topk": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "q_lora_rank": 20,
+        "kv_lora_rank": 14,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
+        "rope_theta": 10000.0,
+        "attn_res_block_size": 2,
+        "linear_attn_config": {
+            "head_dim": 8,
+            "num_heads": 5,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+            "gate_lower_bound": -5.0,
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3, 5],
+        }
+        | linear,
+    }
+    return config | changes
+
+
+def kimi_linear(**changes: Any) -> dict[str, Any]:
+    """The same sizes in the Kimi-Linear kind: no bound, low-rank gate, no latent width."""
+    config = kimi_k3(
+        hidden_act="silu", q_lora_rank=None, num_shared_experts=1, routed_scaling_factor=2.446
+    )
+    absent = "activation_situ_beta activation_situ_linear_beta routed_expert_hidden_size"
+    for name in f"{absent} latent_moe_use_norm mla_use_output_gate attn_res_block_size".split():
+        del config[name]
+    for name in ("use_full_rank_gate", "gate_lower_bound"):
+        del config["linear_attn_config"][name]
+    return config | changes
