@@ -301,6 +301,9 @@ class TrainOptions:
     batch_tokens: int = option(8192, "Tokens of a global batch", unit="tokens")
     micro_batch_size: int = option(1, "Sequences of a micro-batch", unit="sequences")
     recompute: Recompute = option(Recompute.none, "What the backward pass computes again")
+    loss_chunk_tokens: int | None = option(
+        None, "Tokens whose logits exist at once; default: as many as take 256 MiB", unit="tokens"
+    )
 
 
 @dataclass

@@ -10,6 +10,7 @@ from megatron.core.utils import get_pg_rank
 from megatron_ext.config.layout import padded_vocab_size
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.layers.output_head import OutputHead
 from megatron_ext.model.spec import block_spec
 
 
@@ -55,21 +56,24 @@ def _build(
     chunks = []
     for virtual in range(virtual_stages):
         spec = block_spec(config, tc, pipeline_rank=rank, virtual_stage=virtual)
-        chunks.append(
-            GPTModel(
-                config=tc,
-                transformer_layer_spec=spec,
-                vocab_size=vocab_size,
-                max_sequence_length=config.data.sequence_length,
-                pre_process=rank == 0 and virtual == 0,
-                post_process=rank == last_rank and virtual == virtual_stages - 1,
-                parallel_output=True,
-                share_embeddings_and_output_weights=False,
-                position_embedding_type="none",
-                pg_collection=mesh,
-                vp_stage=virtual if virtual_stages > 1 else None,
-            )
+        chunk = GPTModel(
+            config=tc,
+            transformer_layer_spec=spec,
+            vocab_size=vocab_size,
+            max_sequence_length=config.data.sequence_length,
+            pre_process=rank == 0 and virtual == 0,
+            post_process=rank == last_rank and virtual == virtual_stages - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="none",
+            pg_collection=mesh,
+            vp_stage=virtual if virtual_stages > 1 else None,
         )
+        if chunk.post_process:
+            del chunk.output_layer  # its memory first
+            chunk.output_layer = OutputHead(tc, vocab_size=vocab_size, pg_collection=mesh)
+            chunk.setup_embeddings_and_output_layer()
+        chunks.append(chunk)
     return chunks
 
 

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_ext.data.batches import MicroBatch, micro_batches
 from megatron_ext.errors import TrainingHalted
+from megatron_ext.layers.output_head import losses_of
 from megatron_ext.optim.build import set_learning_rate
 from megatron_ext.optim.schedule import learning_rate
 from megatron_ext.train.state import TrainState
@@ -148,7 +149,12 @@ def run_schedule(
     sequences = config.train.micro_batch_size
     many = len(state.chunks) > 1
     stored = get_forward_backward_func()(
-        forward_step_func=partial(forward, device=state.runtime.device, sources=len(state.sources)),
+        forward_step_func=partial(
+            forward,
+            device=state.runtime.device,
+            sources=len(state.sources),
+            loss_chunk_tokens=config.train.loss_chunk_tokens,
+        ),
         data_iterator=feeds if many else feeds[0],
         model=state.chunks if many else state.chunks[0],
         num_microbatches=count,
@@ -167,7 +173,12 @@ def run_schedule(
 
 
 def forward(
-    feed: Iterator[MicroBatch], model: Any, *, device: torch.device, sources: int
+    feed: Iterator[MicroBatch],
+    model: Any,
+    *,
+    device: torch.device,
+    sources: int,
+    loss_chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """One micro-batch through a model chunk, in the form that megatron-core's schedules call.
 
@@ -189,6 +200,8 @@ def forward(
         attention_mask=None,
         labels=labels,
         packed_seq_params=packing,
+        output_processor=losses_of,
+        output_processor_context=loss_chunk_tokens,
     )
     return output, partial(sum_losses, mask=mask, source=source, sources=sources)
 
