@@ -106,7 +106,8 @@ def test_the_lock_has_versions_only_and_every_dependency() -> None:
 
     locked = {plain(pin.split("==")[0]) for pin in pins}
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["dashboard"]]
     names = {plain(re.split(r"[\s<>=!\[;]", text)[0]) for text in wanted}
     assert names <= locked, names - locked
 

@@ -1,0 +1,1 @@
+"""`python -m megatron_ext.observe.report RUN`: a run folder as one self-contained HTML page."""

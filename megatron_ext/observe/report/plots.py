@@ -1,0 +1,253 @@
+"""What a report shows, in its order: training, experts, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_ext.observe.layer_history import unpack_counts
+from megatron_ext.observe.report import heat_maps
+from megatron_ext.observe.report.lines import COLOURS, Line, Panel, Plot, draw_lines
+from megatron_ext.observe.report.run_data import RunData
+from megatron_ext.observe.report.svg import style, to_svg
+
+NO_EXPERTS = "No layer of this run is a mixture of experts."
+NO_HISTORY = "No loads of single experts were kept: logging.expert_interval was 0."
+NO_PREDICTION = "The balancing rule of this run predicts no loads, or has done one step only."
+
+
+def sections(data: RunData) -> list[tuple[str, list[Plot]]]:
+    """Headings with their plots; a plot without data says why."""
+    return [
+        ("Training", [loss(data), sources(data), optimizer(data), throughput(data)]),
+        (
+            "Experts",
+            [
+                violation(data),
+                violation_over_time(data),
+                latest_loads(data),
+                bias(data),
+                prediction(data),
+                lost(data),
+            ],
+        ),
+    ]
+
+
+def loss(data: RunData) -> Plot:
+    lines = [
+        Line("loss", "training", smooth=True),
+        Line("eval/loss", "held-out", dots=True),
+    ]
+    return draw_lines(
+        data,
+        "loss",
+        "Loss",
+        [Panel("nats", lines)],
+        note="Mean cross-entropy of a token; the number in the legend is the newest.",
+        missing="No step had a finite loss.",
+    )
+
+
+def sources(data: RunData) -> Plot:
+    trained, held_out = data.names("loss/"), data.names("eval/loss/")
+    most = len(COLOURS)
+    panels = [
+        Panel("training, nats", [Line(n, n.removeprefix("loss/")) for n in trained[:most]]),
+        Panel(
+            "held-out, nats",
+            [Line(n, n.removeprefix("eval/loss/"), dots=True) for n in held_out[:most]],
+        ),
+    ]
+    left_out = max(len(trained), len(held_out)) - most
+    more = f"; {left_out} more are not shown" if left_out > 0 else ""
+    return draw_lines(
+        data,
+        "loss-by-source",
+        "Loss by source",
+        panels,
+        note=f"Each data source on its own{more}.",
+        missing="No row has the loss of a source.",
+    )
+
+
+def optimizer(data: RunData) -> Plot:
+    return draw_lines(
+        data,
+        "optimizer",
+        "Learning rate and gradient norm",
+        [
+            Panel("rate", [Line("lr", "learning rate")]),
+            Panel("norm", [Line("grad_norm", "gradient norm", smooth=True)], log_from=30),
+        ],
+        note="The norm is that of the whole gradient, before clipping.",
+        missing="No row has a finite learning rate or gradient norm.",
+    )
+
+
+def throughput(data: RunData) -> Plot:
+    return draw_lines(
+        data,
+        "throughput",
+        "Throughput",
+        [
+            Panel(
+                "tokens/s",
+                [Line("tokens_per_second", "all ranks together", smooth=True)],
+                counts=True,
+                from_zero=True,
+            ),
+            Panel("%", [Line("mfu", "model FLOPs utilisation", scale=100)], from_zero=True),
+            Panel("GiB", [Line("memory_gib", "peak memory of the fullest rank")], from_zero=True),
+        ],
+        note="Without evaluations and saves. Utilisation needs a GPU whose peak is known.",
+        missing="No row has a throughput.",
+    )
+
+
+def violation(data: RunData) -> Plot:
+    lines = [
+        Line("moe/violation_floor", "chance alone", reference=True),
+        Line("moe/max_violation", "worst layer", worst=True),
+        Line("moe/max_violation/mean", "mean of layers"),
+        Line("balance/predicted_violation", "worst, new bias", worst=True),
+    ]
+    return draw_lines(
+        data,
+        "violation",
+        "Max violation",
+        [Panel("max load / mean - 1", lines, log_from=10)],
+        note="Load of the busiest expert. The dashed line is what chance alone gives when every "
+        "expert is equally likely. New bias: this batch, had the updated bias been in use.",
+        missing=NO_EXPERTS,
+    )
+
+
+def violation_over_time(data: RunData) -> Plot:
+    key, title = "violation-over-time", "Max violation of every layer"
+    records = [
+        (step, experts["layers"], experts["statistics"]["moe/max_violation"])
+        for step, experts in data.part("experts")
+    ]
+    return layers_over_time(
+        data,
+        key,
+        title,
+        records,
+        unit="max load / mean - 1",
+        note="Dark rows are layers whose experts are used unevenly.",
+        missing=_no_history(data),
+    )
+
+
+def latest_loads(data: RunData) -> Plot:
+    key, title = "loads", "Load of every expert"
+    records = data.part("experts")
+    if not records:
+        return Plot(key, title, _no_history(data))
+    step, experts = records[-1]
+    counts = unpack_counts(experts["counts"])
+    with style(salt=key):
+        figure = heat_maps.experts(np.array(experts["layers"]), counts)
+        svg = to_svg(figure, label=title)
+    note = (
+        f"Step {step}, {experts['tokens']} tokens, {experts['top_k']} of {counts.shape[1]} experts "
+        "a token. Red: more than the mean of the layer, blue: less."
+    )
+    return Plot(key, title, note, svg, counts.size)
+
+
+def bias(data: RunData) -> Plot:
+    return draw_lines(
+        data,
+        "bias",
+        "Bias of the router",
+        [
+            Panel(
+                "range",
+                [
+                    Line("balance/bias_range", "worst layer", worst=True),
+                    Line("balance/bias_range/mean", "mean of layers"),
+                ],
+            ),
+            Panel(
+                "change a step",
+                [
+                    Line("balance/bias_change", "worst layer", worst=True),
+                    Line("balance/bias_change/mean", "mean of layers"),
+                ],
+                log_from=10,
+            ),
+        ],
+        note="Largest minus smallest bias, and the largest change by one update.",
+        missing=NO_EXPERTS,
+    )
+
+
+def prediction(data: RunData) -> Plot:
+    lines = [
+        Line("moe/violation_floor", "chance alone", reference=True),
+        Line("balance/prediction_error", "worst layer", worst=True),
+        Line("balance/prediction_error/mean", "mean of layers"),
+    ]
+    key, title = "prediction", "Predicted and real load"
+    if not data.has("balance/prediction_error"):
+        has_experts = data.has("moe/max_violation")
+        return Plot(key, title, NO_PREDICTION if has_experts else NO_EXPERTS)
+    return draw_lines(
+        data,
+        key,
+        title,
+        [Panel("max |difference| / mean", lines, log_from=10)],
+        note="Load of each expert against what the update before predicted for it.",
+        missing=NO_EXPERTS,
+    )
+
+
+def lost(data: RunData) -> Plot:
+    lines = [
+        Line("moe/dead_fraction", "experts without a token", worst=True, scale=100),
+        Line("moe/dropped", "slots dropped", worst=True, scale=100),
+        Line("balance/out_of_range", "margins out of range", worst=True, scale=100),
+    ]
+    return draw_lines(
+        data,
+        "lost",
+        "Unused experts, dropped slots, and load of ranks",
+        [
+            Panel("% of the worst layer", lines, from_zero=True),
+            Panel("max / mean", [Line("moe/rank_load", "expert parallel ranks", worst=True)]),
+        ],
+        note="All should be near 0, and the load of ranks near 1 (it is 1 without expert "
+        "parallelism).",
+        missing=NO_EXPERTS,
+    )
+
+
+def layers_over_time(
+    data: RunData,
+    key: str,
+    title: str,
+    records: Sequence[tuple[int, list[int], list[float | None]]],
+    *,
+    unit: str,
+    note: str,
+    missing: str,
+) -> Plot:
+    """A heat map of one number a layer and record; `records`: step, layers, values."""
+    layers = sorted({layer for _, names, _ in records for layer in names})
+    values = np.full((len(layers), len(records)), np.nan)
+    for column, (_, names, numbers) in enumerate(records):
+        for layer, number in zip(names, numbers, strict=True):
+            values[layers.index(layer), column] = np.nan if number is None else number
+    if not np.isfinite(values).any():
+        return Plot(key, title, missing)
+    with style(salt=key):
+        steps = np.array([step for step, _, _ in records])
+        figure = heat_maps.over_time(np.array(layers), steps, values, unit=unit)
+        return Plot(key, title, note, to_svg(figure, label=title), int(np.isfinite(values).sum()))
+
+
+def _no_history(data: RunData) -> str:
+    return NO_HISTORY if data.has("moe/max_violation") else NO_EXPERTS
