@@ -54,7 +54,7 @@ def compose(
     """
     if not (config_dir / "config.yaml").is_file():
         raise ConfigError(f"{config_dir}: has no config.yaml (run from a checkout of the project)")
-    checked = check_overrides(overrides, config_dir)
+    checked = check_overrides(overrides, config_dir, cwd)
     try:
         composed = _hydra(checked.overrides, config_dir)
         missing = sorted(OmegaConf.missing_keys(composed))

@@ -36,6 +36,10 @@ def layer_kinds(model: ModelOptions) -> list[LayerKind]:
     }
     if model.attention in whole:
         return [whole[model.attention]] * model.num_layers
+    if model.full_attention_layers is not None:
+        full = set(model.full_attention_layers)
+        numbers = range(1, model.num_layers + 1)
+        return [LayerKind.mla if number in full else LayerKind.kda for number in numbers]
     kinds = [
         LayerKind.mla if number % model.full_attention_interval == 0 else LayerKind.kda
         for number in range(1, model.num_layers + 1)

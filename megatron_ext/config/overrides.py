@@ -6,6 +6,7 @@ misspelt group options and values of a wrong type, and what is left is certain t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_ext.config.hf_read import read_architecture
 from megatron_ext.config.keys import Key, sections, suggest, table
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.errors import ConfigError
 
 _SEVERAL = (
     "gives several values, must be one (for a sweep: -m; for text with commas: key='\"a,b\"')"
@@ -36,6 +39,7 @@ class Checked:
     given: set[str] = field(default_factory=set)  # keys that a good override sets
     broken: set[str] = field(default_factory=set)  # keys whose value is not what was meant
     broken_group: bool = False
+    architecture: dict[str, Any] = field(default_factory=dict)  # from `model=.../config.json`
 
 
 def groups(config_dir: Path) -> dict[str, list[str]]:
@@ -48,8 +52,14 @@ def groups(config_dir: Path) -> dict[str, list[str]]:
     return {group: options for group, options in found.items() if options}
 
 
-def check_overrides(given: Sequence[str], config_dir: Path) -> Checked:
-    """Check ``key=value`` words and every YAML file that they and the defaults select."""
+def check_overrides(given: Sequence[str], config_dir: Path, cwd: Path | None = None) -> Checked:
+    """Check ``key=value`` words and every file that they and the defaults select.
+
+    Args:
+        given: the words.
+        config_dir: the folder with ``config.yaml``.
+        cwd: where the relative path of a ``config.json`` starts; default: the working directory.
+    """
     result, keys, options = Checked(), table(), groups(config_dir)
     selected = _defaults(config_dir / "config.yaml")
     parser, scratch = OverridesParser.create(), OmegaConf.structured(RunConfig)
@@ -62,10 +72,13 @@ def check_overrides(given: Sequence[str], config_dir: Path) -> Checked:
                 "spaces, commas or brackets for Hydra: 'key=\"a, b\"')"
             )
             continue
-        if override.key_or_group in options and override.type is not OverrideType.DEL:
+        if _names_architecture(override):
+            _check_architecture(override, (cwd or Path.cwd()), selected, result)
+        elif override.key_or_group in options and override.type is not OverrideType.DEL:
             _check_group(override, options, selected, result)
         else:
             _check_key(override, keys, options, scratch, result)
+    result.overrides = _architecture_words(result) + result.overrides
     for group, choices in _with_experiment(selected, config_dir).items():
         for choice in choices:
             file = config_dir / group / f"{choice}.yaml"
@@ -163,6 +176,34 @@ def _check_group(
     selected[group] = chosen
     # `experiment` stands in the defaults list, so `+experiment=x`, the other habit, means the same.
     result.overrides.append((override.input_line or "").lstrip("+"))
+
+
+def _names_architecture(override: Override) -> bool:
+    value = None if override.is_sweep_override() else override.value()
+    return override.key_or_group == "model" and isinstance(value, str) and value.endswith(".json")
+
+
+def _check_architecture(
+    override: Override, cwd: Path, selected: dict[str, list[str]], result: Checked
+) -> None:
+    """``model=PATH/config.json``: the architecture of that file in the place of a preset."""
+    selected["model"] = []
+    try:
+        result.architecture = read_architecture(cwd / Path(str(override.value())).expanduser())
+    except ConfigError as error:
+        result.problems += error.problems
+        result.broken_group = True
+
+
+def _architecture_words(result: Checked) -> list[str]:
+    """The file's options as words for Hydra, before the user's own, which win."""
+    if not result.architecture:
+        return []
+    chosen = {word.split("=", 1)[0].lstrip("+") for word in result.overrides}
+    skipped = chosen | ({"residual.kind"} if "residual" in chosen else set())
+    # JSON's spelling of numbers, text, lists and null is Hydra's too.
+    words = [f"{k}={json.dumps(v)}" for k, v in result.architecture.items() if k not in skipped]
+    return ["~model", *words]
 
 
 def _check_key(

@@ -191,7 +191,10 @@ class MlaOptions:
 class ExpertOptions:
     num_experts: int = option(16, "Routed experts of a layer")
     top_k: int = option(4, "Experts a token", unit="experts")
-    latent_size: int = option(64, "Width at which routed experts work")
+    latent_size: int | None = option(
+        64, "Width at which routed experts work; null: at hidden_size, without projections"
+    )
+    latent_norm: bool = option(True, "RMS norm over the latent sum of experts")
     feed_forward_size: int = option(64, "Width inside a routed expert")
     shared_feed_forward_size: int = option(
         128, "Width inside the shared expert, on the full hidden state; 0: none"
@@ -218,10 +221,17 @@ class ModelOptions:
     attention: AttentionPattern = option(AttentionPattern.interleaved, "Which layer attends how")
     full_attention_interval: int = option(4, "Every n-th layer is full attention")
     full_attention_last: bool = option(True, "The last layer is full attention too")
+    full_attention_layers: list[int] | None = option(
+        None, "Numbers, from 1, of the layers with full attention, instead of every n-th"
+    )
     norm_eps: float = option(1e-5, "Epsilon of the RMS norms")
     init_std: float = option(0.02, "Standard deviation of initial linear weights")
-    situ_beta: float = option(4.0, "Bound of the gate branch of SiTU-GLU")
-    situ_linear_beta: float = option(25.0, "Bound of the linear branch of SiTU-GLU")
+    situ_beta: float | None = option(
+        4.0, "Bound of the gate branch of SiTU-GLU; null: none (with both null: SwiGLU)"
+    )
+    situ_linear_beta: float | None = option(
+        25.0, "Bound of the linear branch of SiTU-GLU; null: none"
+    )
     kda: KdaOptions = option(KdaOptions, "Linear attention")
     mla: MlaOptions = option(MlaOptions, "Full attention")
     experts: ExpertOptions = option(ExpertOptions, "Mixture of experts, where layers have one")

@@ -17,6 +17,7 @@ from megatron_ext.config.layout import (
 from megatron_ext.config.ranges import RANGES, divisors, nearest, nearest_multiples
 from megatron_ext.config.schema import (
     AttentionBackend,
+    AttentionPattern,
     Device,
     Gate,
     KdaBackend,
@@ -117,6 +118,17 @@ def _run(config: RunConfig) -> Iterator[Problem]:
 
 def _model(config: RunConfig) -> Iterator[Problem]:
     model, kda = config.model, config.model.kda
+    full = model.full_attention_layers
+    if full is not None and (
+        model.attention is not AttentionPattern.interleaved
+        or sorted({*full} & {*range(1, model.num_layers + 1)}) != full
+    ):
+        yield Problem(
+            f"model.full_attention_layers=[{','.join(map(str, full))}]: must be ascending numbers "
+            f"from 1 to model.num_layers={model.num_layers}, with model.attention=interleaved "
+            "(or null: by model.full_attention_interval)",
+            ("model.full_attention_layers", "model.num_layers", "model.attention"),
+        )
     kinds = set(layer_kinds(model))
     if LayerKind.kda in kinds or LayerKind.gated in kinds:
         if kda.gate is not Gate.softplus and not -5.0 <= kda.lower_bound < 0.0:

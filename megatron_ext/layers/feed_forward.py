@@ -24,8 +24,8 @@ class SituFeedForward(ShardedModule):
 
     Args:
         feed_forward_size: width between the two maps, over all ranks.
-        beta: bound of the gate branch.
-        linear_beta: bound of the linear branch.
+        beta: bound of the gate branch; None: none.
+        linear_beta: bound of the linear branch; None: none.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class SituFeedForward(ShardedModule):
         config: TransformerConfig,
         *,
         feed_forward_size: int,
-        beta: float,
-        linear_beta: float,
+        beta: float | None,
+        linear_beta: float | None,
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
         name: str | None = None,

@@ -73,3 +73,65 @@ def kimi_linear(**changes: Any) -> dict[str, Any]:
     for name in ("use_full_rank_gate", "gate_lower_bound"):
         del config["linear_attn_config"][name]
     return config | changes
+
+
+def published_k3() -> dict[str, Any]:
+    """The released sizes of Kimi K3."""
+    full = [*range(4, 93, 4), 93]
+    return kimi_k3(
+        vocab_size=163840,
+        hidden_size=7168,
+        num_hidden_layers=93,
+        num_attention_heads=96,
+        num_key_value_heads=96,
+        intermediate_size=33792,
+        max_position_embeddings=1048576,
+        num_experts=896,
+        num_experts_per_token=16,
+        moe_intermediate_size=3072,
+        routed_expert_hidden_size=3584,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        attn_res_block_size=12,
+        linear_attn_config={
+            "head_dim": 128,
+            "num_heads": 96,
+            "full_attn_layers": full,
+            "kda_layers": [layer for layer in range(1, 94) if layer not in full],
+        },
+    )
+
+
+def published_kimi_linear() -> dict[str, Any]:
+    """The released sizes of Kimi-Linear-48B-A3B."""
+    full = [4, 8, 12, 16, 20, 24, 27]
+    config = kimi_linear(
+        vocab_size=163840,
+        hidden_size=2304,
+        num_hidden_layers=27,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=72,
+        intermediate_size=9216,
+        num_experts=256,
+        num_experts_per_token=8,
+        moe_intermediate_size=1024,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        model_max_length=1048576,
+        bos_token_id=163584,
+        eos_token_id=163586,
+        pad_token_id=163839,
+    )
+    config["linear_attn_config"] |= {
+        "head_dim": 128,
+        "num_heads": 32,
+        "full_attn_layers": full,
+        "kda_layers": [layer for layer in range(1, 28) if layer not in full],
+    }
+    return config

@@ -238,15 +238,7 @@ def test_gradients_are_those_of_finite_differences(tmp_path: Path) -> None:
 
 
 def test_full_k3_has_the_published_count_of_parameters() -> None:
-    full = [*range(4, 93, 4), 93]
-    linear = {"head_dim": 128, "num_heads": 96, "full_attn_layers": full}
-    linear["kda_layers"] = [layer for layer in range(1, 94) if layer not in full]
-    sizes = {"vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 93}
-    sizes |= {"num_attention_heads": 96, "num_key_value_heads": 96, "intermediate_size": 33792}
-    sizes |= {"num_experts": 896, "num_experts_per_token": 16, "moe_intermediate_size": 3072}
-    sizes |= {"routed_expert_hidden_size": 3584, "q_lora_rank": 1536, "kv_lora_rank": 512}
-    sizes |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    config = parse_config(hf_configs.kimi_k3(**sizes, linear_attn_config=linear))
+    config = parse_config(hf_configs.published_k3())
     total = sum(math.prod(shape) for shape in expected_shapes(config).values())
     assert round(total / 1e9, 1) == 2779.5
 

@@ -18,7 +18,12 @@ def test_one_value_by_hand() -> None:
     assert abs(situ_glu(gate, up, **K3).item() - want) < 1e-14
 
 
-def test_values_and_gradients_equal_the_formula() -> None:
+@pytest.mark.parametrize(
+    ("beta", "linear_beta"), [(3.0, 11.0), (None, 11.0), (3.0, None), (None, None)]
+)
+def test_values_and_gradients_equal_the_formula(
+    beta: float | None, linear_beta: float | None
+) -> None:
     results = []
     for function in (situ_glu, situ_glu_reference):
         generator = torch.Generator().manual_seed(0)
@@ -26,7 +31,7 @@ def test_values_and_gradients_equal_the_formula() -> None:
             (8 * torch.randn(50, 7, generator=generator, dtype=torch.float64)).requires_grad_()
             for _ in range(2)
         ]
-        out = function(*leaves, beta=3.0, linear_beta=11.0)
+        out = function(*leaves, beta=beta, linear_beta=linear_beta)
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for a, b in zip(*results, strict=True):
         # The same elementary functions in another order, in float64.
@@ -36,6 +41,16 @@ def test_values_and_gradients_equal_the_formula() -> None:
 def test_gradcheck() -> None:
     leaves = tuple(torch.randn(6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(lambda g, u: situ_glu(g, u, **K3), leaves)
+
+
+def test_without_bounds_it_is_swiglu_and_the_limit_of_large_ones() -> None:
+    gate, up = torch.randn(2, 50, dtype=torch.float64)
+    free = situ_glu(gate, up, beta=None, linear_beta=None)
+    torch.testing.assert_close(free, torch.nn.functional.silu(gate) * up, rtol=1e-14, atol=1e-14)
+    # b tanh(x/b) = x - x^3/(3 b^2) + ...
+    torch.testing.assert_close(
+        situ_glu(gate, up, beta=1e6, linear_beta=1e6), free, rtol=1e-10, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,16 +14,21 @@ from torch.autograd.function import once_differentiable
 
 
 class SituGlu(torch.autograd.Function):
-    """phi(g) * psi(u), with phi(g) = b tanh(g/b) sigmoid(g) and psi(u) = c tanh(u/c)."""
+    """phi(g) * psi(u), with phi(g) = b tanh(g/b) sigmoid(g) and psi(u) = c tanh(u/c).
+
+    Without a bound x stands for b tanh(x/b).
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, beta: float | None, linear_beta: float | None
+    ) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.bounds = (beta, linear_beta)
         dtype = torch.promote_types(gate.dtype, torch.float32)
         g, u = gate.to(dtype), up.to(dtype)
-        out = torch.tanh(g / beta).mul_(torch.sigmoid(g))
-        out.mul_(torch.tanh(u / linear_beta)).mul_(beta * linear_beta)
+        out = torch.sigmoid(g).mul_(_bent(g, beta))
+        out.mul_(_bent(u, linear_beta)).mul_((beta or 1.0) * (linear_beta or 1.0))
         return out.to(gate.dtype)
 
     @staticmethod
@@ -34,10 +39,19 @@ class SituGlu(torch.autograd.Function):
         dtype = torch.promote_types(gate.dtype, torch.float32)
         grad = grads[0].to(dtype)
         sigma = torch.sigmoid(gate.to(dtype))
-        tanh_g = torch.tanh(gate.to(dtype) / beta)
-        tanh_u = torch.tanh(up.to(dtype) / linear_beta)
+        bent_g = _bent(gate.to(dtype), beta)
+        bent_u = _bent(up.to(dtype), linear_beta)
         # phi' = sigmoid * (sech^2(g/b) + b tanh(g/b) (1 - sigmoid)), psi' = sech^2(u/c)
-        slope = (1 - tanh_g.square()).add_(beta * tanh_g * (1 - sigma)).mul_(sigma)
-        d_gate = (grad * tanh_u).mul_(slope).mul_(linear_beta)
-        d_up = (grad * tanh_g).mul_(sigma).mul_(1 - tanh_u.square()).mul_(beta)
+        slope = _slope(bent_g, beta).add_((beta or 1.0) * bent_g * (1 - sigma)).mul_(sigma)
+        d_gate = (grad * bent_u).mul_(slope).mul_(linear_beta or 1.0)
+        d_up = (grad * bent_g).mul_(sigma).mul_(_slope(bent_u, linear_beta)).mul_(beta or 1.0)
         return d_gate.to(gate.dtype), d_up.to(up.dtype), None, None
+
+
+def _bent(x: Tensor, bound: float | None) -> Tensor:
+    return x if bound is None else torch.tanh(x / bound)
+
+
+def _slope(bent: Tensor, bound: float | None) -> Tensor:
+    """Derivative of b tanh(x/b), from tanh(x/b); a new tensor."""
+    return torch.ones_like(bent) if bound is None else 1 - bent.square()

@@ -6,19 +6,22 @@ import torch
 from torch import Tensor
 
 
-def situ_glu_reference(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float) -> Tensor:
+def situ_glu_reference(
+    gate: Tensor, up: Tensor, *, beta: float | None, linear_beta: float | None
+) -> Tensor:
     """``beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)``.
 
     Args:
         gate: [..., D], any floating dtype.
         up: [..., D].
-        beta: bound of the gate branch.
-        linear_beta: bound of the linear branch.
+        beta: bound of the gate branch; None: x instead of ``beta * tanh(x / beta)``.
+        linear_beta: bound of the linear branch; None: likewise.
 
     Returns:
         [..., D] in the dtype of ``gate``; computed in float32, or float64 for float64 input.
     """
     dtype = torch.promote_types(gate.dtype, torch.float32)
     g, u = gate.to(dtype), up.to(dtype)
-    bounded = beta * torch.tanh(g / beta) * torch.sigmoid(g)
-    return (bounded * (linear_beta * torch.tanh(u / linear_beta))).to(gate.dtype)
+    bounded = g if beta is None else beta * torch.tanh(g / beta)
+    linear = u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta)
+    return (bounded * torch.sigmoid(g) * linear).to(gate.dtype)
