@@ -88,6 +88,13 @@ class ExpertBackend(Enum):
     transformer_engine = "transformer_engine"
 
 
+class KernelBackend(Enum):
+    auto = "auto"  # triton on a GPU where it passes its check, else dense
+    reference = "reference"
+    dense = "dense"
+    triton = "triton"
+
+
 class Dispatcher(Enum):
     alltoall = "alltoall"
     allgather = "allgather"
@@ -209,6 +216,14 @@ class ExpertOptions:
 
 
 @dataclass
+class KernelOptions:
+    backend: KernelBackend = option(
+        KernelBackend.auto, "auto: triton on a GPU where it passes a check, else dense"
+    )
+    require: bool = option(False, "Make a fallback of the backend an error")
+
+
+@dataclass
 class ModelOptions:
     name: str = option("custom", "Name of the preset")
     num_layers: int = option(6, "Layers")
@@ -235,6 +250,7 @@ class ModelOptions:
     kda: KdaOptions = option(KdaOptions, "Linear attention")
     mla: MlaOptions = option(MlaOptions, "Full attention")
     experts: ExpertOptions = option(ExpertOptions, "Mixture of experts, where layers have one")
+    kernels: KernelOptions = option(KernelOptions, "Operators without a backend key of their own")
 
 
 @dataclass

@@ -21,6 +21,7 @@ from megatron_ext.config.schema import (
     Device,
     Gate,
     KdaBackend,
+    KernelBackend,
     Mode,
     RunConfig,
     Schedule,
@@ -101,8 +102,12 @@ def _run(config: RunConfig) -> Iterator[Problem]:
         "model.kda.backend": (KdaBackend.fla, "reference, dense, auto"),
         "model.mla.backend": (AttentionBackend.transformer_engine, "sdpa, auto"),
     }
-    for key, (backend, allowed) in nondeterministic.items():
-        if config.run.deterministic and value_of(config, key) is backend:
+    on_a_gpu = nondeterministic | {
+        "model.kernels.backend": (KernelBackend.triton, "reference, dense, auto"),
+    }
+    for key, (backend, allowed) in on_a_gpu.items():
+        deterministic = key not in nondeterministic
+        if config.run.deterministic and not deterministic and value_of(config, key) is backend:
             yield Problem(
                 f"{key}={backend.name}: is not deterministic, and run.deterministic=true was "
                 f"given (allowed {allowed}; or run.deterministic=false)",

@@ -6,6 +6,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.config.schema import KernelOptions
 from megatron_ext.layers.linears import (
     ColumnShard,
     ShardedModule,
@@ -26,6 +27,7 @@ class SituFeedForward(ShardedModule):
         feed_forward_size: width between the two maps, over all ranks.
         beta: bound of the gate branch; None: none.
         linear_beta: bound of the linear branch; None: none.
+        kernels: backend of the activation; None takes the defaults.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class SituFeedForward(ShardedModule):
         feed_forward_size: int,
         beta: float | None,
         linear_beta: float | None,
+        kernels: KernelOptions | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
         name: str | None = None,
@@ -43,6 +46,7 @@ class SituFeedForward(ShardedModule):
         super().__init__(config, tp_group=tp_group)
         self.beta = beta
         self.linear_beta = linear_beta
+        self.kernels = kernels or KernelOptions()
         self.fc1 = ColumnShard(
             config,
             in_features=config.hidden_size,
@@ -64,5 +68,11 @@ class SituFeedForward(ShardedModule):
         `padding_mask` is for routed experts; a dense layer treats every position alike.
         """
         entered = enter_tensor_parallel(hidden_states, config=self.config, tp_group=self.tp_group)
-        gate, up = self.fc1(entered).chunk(2, dim=-1)
-        return self.fc2(situ_glu(gate, up, beta=self.beta, linear_beta=self.linear_beta))
+        hidden = situ_glu(
+            self.fc1(entered),
+            beta=self.beta,
+            linear_beta=self.linear_beta,
+            backend=self.kernels.backend,
+            require=self.kernels.require,
+        )
+        return self.fc2(hidden)

@@ -57,6 +57,7 @@ def layer_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
                 feed_forward_size=model.feed_forward_size,
                 beta=model.situ_beta,
                 linear_beta=model.situ_linear_beta,
+                kernels=model.kernels,
             ),
             mlp_bda=get_bias_dropout_add,
         ),

@@ -7,10 +7,12 @@ import platform
 import torch
 
 from megatron_ext.config.layout import draw
+from megatron_ext.config.schema import Precision
 from megatron_ext.model.count import count_parameters, flops_per_token
 from megatron_ext.observe.console import human_count
 from megatron_ext.observe.run_files import versions
-from megatron_ext.ops.kda import resolve_backend
+from megatron_ext.ops.kda import resolve_backend as kda_backend
+from megatron_ext.ops.situ import resolve_backend as situ_backend
 from megatron_ext.optim.build import group_table
 from megatron_ext.parallel.mesh import describe
 from megatron_ext.train.run_folder import Found
@@ -19,11 +21,17 @@ from megatron_ext.train.state import TrainState
 
 def backends(state: TrainState) -> dict[str, str]:
     """Which implementation each operator takes on this device."""
-    kda = state.config.model.kda
-    chosen = resolve_backend(
-        kda.backend, state.runtime.device, head_dim=kda.head_dim, gate=kda.gate
+    model, device = state.config.model, state.runtime.device
+    kda = model.kda
+    chosen = kda_backend(kda.backend, device, head_dim=kda.head_dim, gate=kda.gate)
+    bf16 = state.config.run.precision is Precision.bf16
+    situ = situ_backend(
+        model.kernels.backend,
+        device,
+        torch.bfloat16 if bf16 else torch.float32,
+        width=model.feed_forward_size // state.config.parallel.tensor,
     )
-    return {"kda": chosen.value, "communication": state.runtime.backend}
+    return {"kda": chosen.value, "situ": situ.value, "communication": state.runtime.backend}
 
 
 def header_lines(state: TrainState, found: Found, *, restored: str) -> list[str]:

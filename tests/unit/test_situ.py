@@ -38,6 +38,21 @@ def test_values_and_gradients_equal_the_formula(
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+def test_one_tensor_and_a_factor_a_row_equal_the_formula() -> None:
+    results = []
+    for function in (situ_glu, situ_glu_reference):
+        generator = torch.Generator().manual_seed(0)
+        both = 4 * torch.randn(5, 3, 14, generator=generator, dtype=torch.float64)
+        scale = torch.rand(5, 3, generator=generator, dtype=torch.float64)
+        leaves = [both.requires_grad_(), scale.requires_grad_()]
+        out = function(both, scale=scale, **K3)
+        separate = function(*both.chunk(2, -1), **K3) * scale.unsqueeze(-1)
+        torch.testing.assert_close(out, separate, rtol=1e-12, atol=1e-12)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
 def test_gradcheck() -> None:
     leaves = tuple(torch.randn(6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(lambda g, u: situ_glu(g, u, **K3), leaves)
@@ -85,3 +100,10 @@ def test_wrong_arguments_are_errors(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         situ_glu(torch.zeros(2), torch.zeros(shape, dtype=dtype), beta=beta, linear_beta=25.0)
+
+
+def test_odd_widths_and_misfitting_factors_are_errors() -> None:
+    with pytest.raises(ValueError, match="2F"):
+        situ_glu(torch.zeros(2, 3), **K3)
+    with pytest.raises(ValueError, match="scale"):
+        situ_glu(torch.zeros(2, 4), scale=torch.ones(3), **K3)

@@ -1,0 +1,72 @@
+"""Compile every kernel for Hopper, on any machine; fails where registers spill to memory.
+
+Started by `tests/unit/test_kernels.py`: a process without TRITON_INTERPRET. The arguments are those
+of large training shapes in bfloat16: pointers and strides divisible by 16.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_ext.ops.launch import launch_settings
+from megatron_ext.ops.situ import triton as situ
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+# kernel, its entry in the table of launches and width there, constants, types that are not *bf16
+# (all integers are divisible by 16).
+SITU = {"scale": "*fp32", "d_scale": "*fp32", "beta": "fp32", "linear_beta": "fp32"}
+K3 = {"HAS_SCALE": True, "BOUNDED_GATE": True, "BOUNDED_UP": True}
+KERNELS = [
+    (situ._forward_kernel, "situ_forward", 3072, K3, SITU),
+    (situ._backward_kernel, "situ_backward", 3072, K3, SITU),
+]
+INTEGERS = re.compile(r"width|rows|.*_row")
+
+
+def compile_kernel(kernel, settings, constants, types) -> str:
+    """The line in which `cuobjdump` tells the kernel's use of registers and memory."""
+    names = kernel.arg_names
+    constants = constants | {n: v for n, v in settings.items() if n in names}
+    signature, attributes = {}, {}
+    for index, name in enumerate(names):
+        kind = "i32" if INTEGERS.fullmatch(name) else "*bf16"
+        signature[name] = "constexpr" if name in constants else types.get(name, kind)
+        if signature[name] == "i32" or signature[name].startswith("*"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(n),): value for n, value in constants.items()},
+        attributes,
+    )
+    options = {n: v for n, v in settings.items() if n not in names}
+    compiled = triton.compile(source, target=HOPPER, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, text=True, capture_output=True, check=True).stdout
+    return re.search(r"REG:\d+ STACK:\d+ SHARED:\d+ LOCAL:\d+", shown).group()
+
+
+def main() -> int:
+    spilled = 0
+    for kernel, entry, width, constants, types in KERNELS:
+        usage = compile_kernel(kernel, launch_settings(entry, width), constants, types)
+        print(entry, width, usage)
+        spilled += "STACK:0" not in usage or "LOCAL:0" not in usage
+    return int(spilled > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
