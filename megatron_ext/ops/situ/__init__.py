@@ -29,8 +29,9 @@ def situ_glu(
 ) -> Tensor:
     """``scale * beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta)``.
 
-    Bounded by ``scale * beta * linear_beta`` whatever the input. Without a bound a branch is what it
-    tends to: ``gate * sigmoid(gate)`` and ``up``; without both it is SwiGLU. First derivatives only.
+    Bounded by ``scale * beta * linear_beta`` whatever the input. Without a bound a branch is what
+    it tends to: ``gate * sigmoid(gate)`` and ``up``; without both it is SwiGLU. First derivatives
+    only.
 
     Args:
         gate: [..., F], any floating dtype; without ``up``, both branches [..., 2F], gate first.
