@@ -19,6 +19,7 @@ from megatron_ext.observe.expert_load import ExpertLoad, LoadTable
 from megatron_ext.observe.jsonl import JsonlSink
 from megatron_ext.observe.layer_history import LayerHistory, expert_record, is_due
 from megatron_ext.observe.tensorboard_sink import TensorboardSink
+from megatron_ext.observe.wandb_layers import interval as media_interval
 from megatron_ext.observe.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Metrics:
         self._jsonl = JsonlSink(folder / "metrics.jsonl", resume_step=resume_step)
         self._expert_load = ExpertLoad(expert_parallel=expert_parallel)
         self._expert_interval = logging.expert_interval
+        self._media_interval = media_interval(logging.expert_interval, total_steps=total_steps)
         self._total_steps = total_steps
         self._history = LayerHistory(folder, resume_step=resume_step)
         if self._jsonl.last_step < resume_step:
@@ -154,6 +156,8 @@ class Metrics:
         statistics = self._expert_load.statistics(table)
         if is_due(step, interval=self._expert_interval, total_steps=self._total_steps):
             self._history.write(step, {"experts": expert_record(table, statistics)})
+        if is_due(step, interval=self._media_interval, total_steps=self._total_steps):
+            self._wandb.write_layers(step, table, statistics)
         return self._expert_load.metrics(table, statistics)
 
     def evaluation(self, step: int, tokens: int, values: Mapping[str, float]) -> dict[str, float]:

@@ -34,6 +34,8 @@ class TensorboardSink:
                 Event(wall_time=time.time(), step=resume_step + 1, session_log=start)
             )
             self._open = True
+        # A full disk, or a tensorboard whose private parts (there is no public writer without
+        # torch) have moved: training goes on without events. So below.
         except Exception as error:
             warn(f"tensorboard: {type(error).__name__}: {error}; no events are written")
 

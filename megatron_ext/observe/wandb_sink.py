@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.schema import LoggingOptions, Wandb
+from megatron_ext.observe.expert_load import Floats, LoadTable
 from megatron_ext.observe.redact import redact
 from megatron_ext.observe.run_files import plain
+from megatron_ext.observe.wandb_layers import layer_media
 
 if TYPE_CHECKING:
     import wandb
@@ -50,6 +52,7 @@ class WandbSink:
         self._folder = folder
         self._warn = warn
         self._run: wandb.Run | None = None
+        self._sends_media = True
         mode = logging.wandb
         if mode is Wandb.disabled:
             return
@@ -75,6 +78,8 @@ class WandbSink:
         if online:
             try:
                 start("online")
+            # wandb raises errors of its own, of its service's pipe and of its HTTP client, and none
+            # of them may reach training. That holds for every such clause in this file.
             except Exception as error:
                 online = False
                 # The service keeps the id of a run that failed to start as "in use".
@@ -106,6 +111,16 @@ class WandbSink:
             self._run = None
             self._warn(f"wandb: {_short(error)}; no more rows go there, metrics.jsonl goes on")
 
+    def write_layers(self, step: int, table: LoadTable, statistics: Mapping[str, Floats]) -> None:
+        """Every layer and expert of a step; call it before the row of that step."""
+        if self._run is None or not self._sends_media:
+            return
+        try:
+            self._run.log(layer_media(table, statistics), step=step)
+        except Exception as error:  # also of matplotlib: a picture is not worth a run
+            self._sends_media = False
+            self._warn(f"wandb: {_short(error)}; no more pictures go there, layers.jsonl goes on")
+
     def close(self, code: int) -> None:
         """Flush and end. 0 and 10 (stopped on request) count as success, everything else not."""
         run, self._run = self._run, None
@@ -128,7 +143,7 @@ class WandbSink:
 
             wandb.setup(settings=wandb.Settings(silent=True))  # login is talkative otherwise
             return bool(wandb.login(prompt=False, verify=False))
-        except Exception:
+        except Exception:  # a broken installation: then there is no key that could be used
             return False
 
 

@@ -6,6 +6,7 @@ in one folder. A word after `bash` says why a block is not, or not like that:
 - `gpu`: needs a GPU
 - `make`: builds an environment; `.ci/run` does what it does
 - `tests`: part of the suite itself
+- `login`: needs an account
 - `fails`: must end with exit code 20 and print the ```text block that follows
 """
 
@@ -24,7 +25,7 @@ import pytest
 
 from tests.support.runs import ROOT, Launcher
 
-REASONS = ("gpu", "make", "tests", "fails")
+REASONS = ("gpu", "make", "tests", "login", "fails")
 # These have tests of their own: test_data_docs, test_kda_docs, test_plug_in.
 ELSEWHERE = ("data.md", "kda.md", "plug_in.md")
 PAGES = [
