@@ -81,6 +81,7 @@ RANGES: dict[str, Range] = {
     "balance.capacity_factor": Range(low=1),
     "balance.overload": Range(low=1),
     "balance.rejection_probability": Range(low=0, high=1, low_open=True),
+    "balance.running_decay": Range(low=0, high=1, high_open=True),
     "residual.block_size": COUNT,
     "parallel.tensor": COUNT,
     "parallel.pipeline": COUNT,

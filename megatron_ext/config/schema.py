@@ -112,8 +112,8 @@ class BalanceRule(Enum):
 
 
 class BinPlacement(Enum):
-    uniform = "uniform"
-    centred = "centred"  # finer around the bias in use
+    uniform = "uniform"  # equally wide over the whole range (K3, with 1000 bins)
+    centred = "centred"  # the finer, the nearer to the bias in use
 
 
 class ResidualKind(Enum):
@@ -256,16 +256,19 @@ class ModelOptions:
 @dataclass
 class BalanceOptions:
     rule: BalanceRule = option(BalanceRule.quantile, "How the load of experts is levelled")
-    bins: int = option(1000, "Bins of the histogram of margins, an expert")
-    placement: BinPlacement = option(BinPlacement.uniform, "Where the bins lie")
+    bins: int = option(128, "Bins of a histogram, an expert; even if centred")
+    placement: BinPlacement = option(BinPlacement.centred, "Where the bins lie")
     sign_step: float = option(1e-3, "Step of the bias of rule=sign")
     aux_coefficient: float = option(1e-2, "Weight of the loss of rule=aux_loss")
     capacity_factor: float = option(
         1.25, "Most tokens an expert takes under rule=threshold, over the mean"
     )
-    overload: float = option(1.05, "Load over the mean from which rule=reject skips tokens")
+    overload: float = option(1.05, "Running load over the mean from which rule=reject skips tokens")
     rejection_probability: float = option(1.0, "Chance that rule=reject skips such a token")
     refill: bool = option(True, "rule=reject gives a freed slot to the next-best expert")
+    running_decay: float = option(
+        0.9, "Weight of the past in running quantiles and loads of rule=reject"
+    )
 
 
 @dataclass

@@ -18,6 +18,8 @@ from megatron_ext.config.ranges import RANGES, divisors, nearest, nearest_multip
 from megatron_ext.config.schema import (
     AttentionBackend,
     AttentionPattern,
+    BalanceRule,
+    BinPlacement,
     Device,
     Gate,
     KdaBackend,
@@ -29,6 +31,7 @@ from megatron_ext.config.schema import (
 from megatron_ext.errors import ConfigError
 
 FLA_LARGEST_HEAD = 256
+LARGEST_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,13 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
         return problems
     if config.run.mode is Mode.plan:
         world_size = config.plan.world_size
-    rules = (_run(config), _model(config), _parallel(config, world_size), _data(config))
+    rules = (
+        _run(config),
+        _model(config),
+        _balance(config),
+        _parallel(config, world_size),
+        _data(config),
+    )
     problems = [problem for rule in rules for problem in rule]
     return problems + list(_batch(config, world_size)) + list(_optim(config))
 
@@ -172,6 +181,23 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             f"version can plan but not {config.run.mode.name} (allowed null, that is every layer "
             "dense; or run.mode=plan)",
             ("model.first_dense_layers", "model.num_layers", "run.mode"),
+        )
+
+
+def _balance(config: RunConfig) -> Iterator[Problem]:
+    balance = config.balance
+    if balance.placement is BinPlacement.centred and balance.bins % 2:
+        yield Problem(
+            f"balance.bins={balance.bins}: must be even for balance.placement=centred, which has "
+            f"as many bins on either side (nearest {balance.bins + 1})",
+            ("balance.bins", "balance.placement"),
+        )
+    counting = (BalanceRule.quantile, BalanceRule.reject)
+    if balance.rule in counting and config.train.batch_tokens > LARGEST_COUNT:
+        yield Problem(
+            f"train.batch_tokens={config.train.batch_tokens}: must be at most {LARGEST_COUNT} for "
+            f"balance.rule={balance.rule.name}, whose histograms count in 32 bits",
+            ("train.batch_tokens", "balance.rule"),
         )
 
 

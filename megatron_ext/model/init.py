@@ -4,11 +4,9 @@ Every element of every parameter hashes its own position in the whole logical te
 draws exactly its shard, and all layouts, pipeline splits included, start from the same model. The
 names, offsets and logical shapes are those of `sharded_state_dict`, which checkpoints use too.
 
-The hash is the SplitMix64 finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014) of a 64-bit counter, in wrapping int64 arithmetic, hence bit-identical on
-every device. Its 24 highest bits give s on (-1, 1), an odd multiple of 2**-24, exact in float32.
-The initializer (`layers.initializers`) turns s into the value; erfinv may differ between CPU and
-GPU in the last bit of float32.
+The hash (`ops.counter_random`) is bit-identical on every device. Its 24 highest bits give s on
+(-1, 1), an odd multiple of 2**-24, exact in float32. The initializer (`layers.initializers`) turns
+s into the value; erfinv may differ between CPU and GPU in the last bit of float32.
 """
 
 from __future__ import annotations
@@ -23,11 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor, nn
 
 from megatron_ext.layers.initializers import Constant, Initializer, Normal
-
-# Multipliers of SplitMix64, as signed 64-bit integers.
-_STEP = 0x9E3779B97F4A7C15 - 2**64
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
+from megatron_ext.ops.counter_random import STEP, symmetric_uniform
 
 # Elements drawn at once. On a CPU the 64-bit counters of a slice stay in the cache; a GPU wants
 # long slices, of which 8 bytes an element are alive twice (0.5 GB).
@@ -102,28 +96,19 @@ def fill(
     contiguous = out if out.is_contiguous() else torch.empty_like(out).contiguous()
     starts, run = _runs(out.shape, global_shape, offset, device=out.device)
     # The counter is key + index * step, and a run is the sum of its start and a common ramp.
-    starts = starts * _STEP + key
+    starts = starts * STEP + key
     rows = contiguous.view(-1, run)
     size = _SLICE.get(out.device.type, 1 << 20)
     height, width = max(1, size // run), min(run, size)
     for top in range(0, rows.shape[0], height):
         for left in range(0, run, width):
             if width < run or top == 0:
-                ramp = torch.arange(left, min(left + width, run), device=out.device) * _STEP
+                ramp = torch.arange(left, min(left + width, run), device=out.device) * STEP
             block = rows[top : top + height, left : left + width]
             counter = starts[top : top + height, None] + ramp[: block.shape[1]]
             block.copy_(initializer.from_symmetric(symmetric_uniform(counter)))
     if contiguous is not out:
         out.copy_(contiguous)
-
-
-def symmetric_uniform(counter: Tensor) -> Tensor:
-    """Hash int64 counters of any shape, in place, to float32 on (-1, 1): (2n+1) * 2**-24."""
-    # Shifts of int64 copy the sign; the masks make them logical, as the mix needs.
-    counter.bitwise_xor_((counter >> 30).bitwise_and_((1 << 34) - 1)).mul_(_MIX_1)
-    counter.bitwise_xor_((counter >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MIX_2)
-    # The last xor-shift (by 31) changes only the lower 33 bits, of which none is used.
-    return counter.bitwise_right_shift_(40).float().mul_(2.0**-23).add_(2.0**-24)
 
 
 def _runs(

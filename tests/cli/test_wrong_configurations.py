@@ -43,6 +43,18 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "evaluate.tokens=2.5: must be a whole number (nearest 2)",
         ],
     ),
+    "bins": (
+        ["balance.bins=127", "balance.overload=0.5"],
+        ["balance.overload=0.5: must be 1 or more (nearest 1)"],
+    ),
+    "odd_bins_and_a_huge_batch": (
+        ["balance.bins=127", "train.batch_tokens=4294967296"],
+        [
+            "balance.bins=127: must be even for balance.placement=centred, which has as many bins "
+            "on either side (nearest 128)",
+            "train.batch_tokens=4294967296: must be at most 2147483647 for balance.rule=quantile",
+        ],
+    ),
     "heads_over_tensor": (
         ["parallel.tensor=3"],
         [

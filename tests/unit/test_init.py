@@ -15,7 +15,8 @@ from megatron_ext.layers.initializers import (
     Normal,
     Uniform,
 )
-from megatron_ext.model.init import fill, symmetric_uniform
+from megatron_ext.model.init import fill
+from megatron_ext.ops.counter_random import symmetric_uniform
 
 
 def whole(shape, *, initializer=Normal(1.0), seed=7, name="w", dtype=torch.float32):  # noqa: B008

@@ -44,7 +44,8 @@ class Selection:
 
     Attributes:
         map: bool [T, E].
-        cutoff: float32 [T], the (k+1)-th largest biased score of each token.
+        cutoff: what `observe` needs besides: as scores [T], the (k+1)-th largest biased score of
+            each token; of rule `threshold` [E], the smallest score that an expert takes.
     """
 
     map: Tensor
@@ -103,7 +104,7 @@ class Balancer(nn.Module):
         """Which expert takes which token.
 
         Args:
-            scores: float32 [T, E] in [0, 1], unbiased.
+            scores: float32, or float64 in tests, [T, E] in [0, 1], unbiased.
             valid: bool [T], False for padding; None: all are valid.
             tokens: for rules that look at the whole micro-batch, and for ties.
         """
@@ -117,7 +118,7 @@ class Balancer(nn.Module):
         gradients enabled, not in evaluation, not twice under recomputation. Where `tokens.group`
         is given, all of its ranks call it together."""
         taken = selection.map if valid is None else selection.map & valid.unsqueeze(1)
-        self.counts[:-1] += taken.sum(0)
+        self.counts[:-1] += taken.sum(0, dtype=torch.int32)  # twice as fast as int64 on a CPU
         self.counts[-1] += len(scores) if valid is None else valid.sum()
 
     def statistics(self) -> list[Tensor]:

@@ -6,11 +6,19 @@ import torch
 
 from megatron_ext.config.schema import BalanceOptions, BalanceRule
 from megatron_ext.layers.balance.base import Balancer
+from megatron_ext.layers.balance.classic import AuxiliaryLossRule, SignRule
+from megatron_ext.layers.balance.microbatch import MicrobatchMeanRule, ThresholdRule
 from megatron_ext.layers.balance.quantile import ExactQuantileRule, QuantileRule
+from megatron_ext.layers.balance.reject import RejectRule
 
 RULES: dict[BalanceRule, type[Balancer]] = {
     BalanceRule.quantile: QuantileRule,
     BalanceRule.quantile_exact: ExactQuantileRule,
+    BalanceRule.microbatch_mean: MicrobatchMeanRule,
+    BalanceRule.sign: SignRule,
+    BalanceRule.aux_loss: AuxiliaryLossRule,
+    BalanceRule.threshold: ThresholdRule,
+    BalanceRule.reject: RejectRule,
     BalanceRule.none: Balancer,
 }
 

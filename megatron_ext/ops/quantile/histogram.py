@@ -27,30 +27,45 @@ BLOCK_ELSEWHERE = 1 << 24
 MANTISSA_BITS = 23
 EXPONENT_BIAS = 127
 
+# Doublings of the distance that centred bins cover at least: to 2^-15 of the range.
+OCTAVES = 16
+
 
 @dataclass(frozen=True)
 class Bins:
     """Where the bins lie.
 
     - `uniform`: equally wide over the whole range of margins, the same for all experts (K3).
-    - `centred`: around the bias in use, an expert's own: each half has `per_octave` equally wide
-      bins for each doubling of the distance, `number / 2` in all, and the innermost one reaches to
-      the bias. So the width is a share of the distance between old and new bias: at a steady state,
-      where this is the noise of a batch, the bins are finest, at whatever scale the scores are.
+    - `centred`: around the bias in use, an expert's own. Each half has `number / 2` bins, 2^m
+      equally wide ones for each doubling of the distance, with the largest m for 16 doublings or
+      more; the innermost bin reaches to the bias. So a bin's width is a share of the distance
+      between old and new bias. At a steady state, where this is the noise of a batch, the bins are
+      finest, whatever the scale of the scores.
 
     Both have one more bin at either end for what is outside the range, hence `number + 2` counts.
 
     Attributes:
-        number: B; for `centred` even.
+        number: B, at least 2; for `centred` even.
         placement: of the bins.
         span: highest minus lowest possible score; 1 for sigmoid scores.
-        per_octave_log2: `centred`: the logarithm of the bins for each doubling.
+
+    Raises:
+        ValueError: `number` is odd or too small.
     """
 
     number: int
     placement: BinPlacement
     span: float = 1.0
-    per_octave_log2: int = 2
+
+    def __post_init__(self) -> None:
+        if self.number < 2 or (self.placement is BinPlacement.centred and self.number % 2):
+            raise ValueError(f"number={self.number}: at least 2, and even for centred bins")
+
+    @property
+    def _shift(self) -> int:
+        """`centred`: bits of a float32 below those that number its bin."""
+        per_octave = max(1, self.number // 2 // OCTAVES)
+        return MANTISSA_BITS - min(MANTISSA_BITS, per_octave.bit_length() - 1)
 
     def zeros(self, experts: int, *, device: torch.device | int | str | None = None) -> Tensor:
         """An empty histogram, int32 [E, B + 2]: good for 2^31 - 1 tokens a step."""
@@ -69,9 +84,9 @@ class Bins:
 
         Args:
             histogram: int32 [E, B + 2], added to in place.
-            scores: float32 [T, E].
+            scores: float32 or float64 [T, E].
             bias: float32 [E], in use.
-            cutoff: float32 [T], of the biased scores: see `select_top_k`.
+            cutoff: [T], as scores, of the biased scores: see `select_top_k`.
             valid: bool [T]; tokens where it is False are not counted. Default: all are.
         """
         experts, stride = histogram.shape
@@ -92,9 +107,9 @@ class Bins:
             return place.add_(1).clamp_(0, self.number + 1)
         # The bits of a positive float are in the order of its value, and their leading ones are
         # its octave and the bin in it.
-        offset = cutoff.unsqueeze(1) - (scores + bias)
+        offset = (cutoff.unsqueeze(1) - (scores + bias)).to(torch.float32)
         half = self.number // 2
-        place = offset.abs().view(torch.int32) >> (MANTISSA_BITS - self.per_octave_log2)
+        place = offset.abs().view(torch.int32) >> self._shift
         place.sub_(self._first(bias)).clamp_(0, half)
         return torch.where(offset < 0, half - place, half + 1 + place)
 
@@ -106,10 +121,10 @@ class Bins:
         return low, (high - low) / self.number
 
     def _first(self, bias: Tensor) -> Tensor:
-        """`centred`: the leading bits of the innermost bin's upper end, less one; int32 []."""
-        # An offset is a difference of biased scores: below 2^octave in size.
-        octave = torch.frexp(self.span + bias.max() - bias.min()).exponent
-        top = (octave + EXPONENT_BIAS) << self.per_octave_log2
+        """`centred`: leading bits of the largest offset in the innermost bin, int32 []."""
+        # An offset is a difference of biased scores: below 2^octave in size, with rounding.
+        octave = torch.frexp(self.span * (1 + 1e-5) + bias.max() - bias.min()).exponent
+        top = (octave + EXPONENT_BIAS) << (MANTISSA_BITS - self._shift)
         return top - self.number // 2
 
     def edges(self, bias: Tensor) -> Tensor:
@@ -120,7 +135,7 @@ class Bins:
             return low.double() + width.double() * steps
         half = self.number // 2
         bits = self._first(bias) + torch.arange(1, half + 1, dtype=torch.int32, device=bias.device)
-        upper = (bits << (MANTISSA_BITS - self.per_octave_log2)).view(torch.float32).double()
+        upper = (bits << self._shift).view(torch.float32).double()
         return torch.cat([-upper.flip(0), upper.new_zeros(1), upper])
 
     def quantile(self, histogram: Tensor, *, bias: Tensor, top_k: int) -> HistogramQuantile:
@@ -162,7 +177,7 @@ class HistogramQuantile:
     """What `Bins.quantile` found.
 
     Attributes:
-        value: float64 [E]; the bias in use, or near it, where nothing was counted.
+        value: float64 [E]; without meaning where nothing was counted.
         tokens: int64 [E], margins counted for each expert.
         width: float64 [], widest bin that was read.
         out_of_range: int64 [], margins outside the bins.
