@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.config.overrides import Checked, check_overrides
+from megatron_ext.config.problem import Problem
 from megatron_ext.config.schema import KdaBackend, RunConfig
-from megatron_ext.config.validate import Problem, find_problems
+from megatron_ext.config.validate import find_problems
 from megatron_ext.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

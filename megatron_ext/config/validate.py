@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megatron_ext.config.layout import (
     VOCAB_MULTIPLE,
@@ -14,12 +13,11 @@ from megatron_ext.config.layout import (
     model_parallel_size,
     sequence_parallel,
 )
+from megatron_ext.config.problem import Problem
 from megatron_ext.config.ranges import RANGES, divisors, nearest, nearest_multiples
 from megatron_ext.config.schema import (
     AttentionBackend,
     AttentionPattern,
-    BalanceRule,
-    BinPlacement,
     Device,
     Gate,
     KdaBackend,
@@ -28,18 +26,10 @@ from megatron_ext.config.schema import (
     RunConfig,
     Schedule,
 )
+from megatron_ext.config.validate_balance import balance_problems
 from megatron_ext.errors import ConfigError
 
 FLA_LARGEST_HEAD = 256
-LARGEST_COUNT = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One line of the report, and the keys that it blames or rests on."""
-
-    text: str
-    keys: tuple[str, ...]
 
 
 def validate(config: RunConfig, world_size: int | None) -> None:
@@ -67,7 +57,7 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
     rules = (
         _run(config),
         _model(config),
-        _balance(config),
+        balance_problems(config),
         _parallel(config, world_size),
         _data(config),
     )
@@ -181,23 +171,6 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             f"version can plan but not {config.run.mode.name} (allowed null, that is every layer "
             "dense; or run.mode=plan)",
             ("model.first_dense_layers", "model.num_layers", "run.mode"),
-        )
-
-
-def _balance(config: RunConfig) -> Iterator[Problem]:
-    balance = config.balance
-    if balance.placement is BinPlacement.centred and balance.bins % 2:
-        yield Problem(
-            f"balance.bins={balance.bins}: must be even for balance.placement=centred, which has "
-            f"as many bins on either side (nearest {balance.bins + 1})",
-            ("balance.bins", "balance.placement"),
-        )
-    counting = (BalanceRule.quantile, BalanceRule.reject)
-    if balance.rule in counting and config.train.batch_tokens > LARGEST_COUNT:
-        yield Problem(
-            f"train.batch_tokens={config.train.batch_tokens}: must be at most {LARGEST_COUNT} for "
-            f"balance.rule={balance.rule.name}, whose histograms count in 32 bits",
-            ("train.batch_tokens", "balance.rule"),
         )
 
 
