@@ -64,8 +64,10 @@ def run(
     backend: KdaBackend,
     dtype: torch.dtype,
     device: str = "cpu",
+    state_matters: bool = True,
 ) -> dict[str, Tensor]:
-    """Output, final state and the gradient of every input, under fixed upstream gradients."""
+    """Output, final state and the gradient of every input, under fixed upstream gradients (zero for
+    the final state unless it matters)."""
     leaves = {n: x.to(device, dtype).detach().requires_grad_() for n, x in inputs.items()}
     offsets = None if case.offsets is None else torch.tensor(case.offsets, device=device)
     o, final = kda(
@@ -89,6 +91,8 @@ def run(
         torch.randn(x.shape, generator=generator, dtype=torch.float64).to(device, x.dtype)
         for x in (o, final)
     ]
+    if not state_matters:
+        upstream[1].zero_()
     grads = torch.autograd.grad([o, final], list(leaves.values()), upstream)
     result = {"o": o.detach(), "final": final.detach()}
     return result | {f"d_{n}": g for n, g in zip(leaves, grads, strict=True)}

@@ -8,11 +8,13 @@ log-decay. The formula, shapes and range analysis stand in ``docs/kda.md``.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.config.schema import Gate, KdaBackend
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops.kda import fla
+from megatron_ext.ops.kda.context import any_context_kda, chunk_context_kda
 from megatron_ext.ops.kda.conv import short_conv_dense, short_conv_reference
 from megatron_ext.ops.kda.dense import chunk_kda
 from megatron_ext.ops.kda.gate import log_decay, normalise
@@ -21,6 +23,7 @@ from megatron_ext.ops.kda.tiles import max_inverse_decay
 
 __all__ = [
     "chunk_kda",
+    "context_kda",
     "kda",
     "log_decay",
     "max_inverse_decay",
@@ -111,10 +114,9 @@ def kda(
             initial_state=initial_state,
             output_final_state=output_final_state,
         )
-    g = log_decay(z, A_log, dt_bias, gate=gate, lower_bound=lower_bound)
-    query = normalise(q, scale=q.shape[-1] ** -0.5)
-    key = normalise(k)
-    beta = torch.sigmoid(beta_logits.to(g.dtype))
+    query, key, g, beta = _gated(
+        q, k, z, beta_logits, A_log, dt_bias, gate=gate, lower_bound=lower_bound
+    )
     if chosen is KdaBackend.reference:
         return recurrent_kda(
             query,
@@ -137,6 +139,85 @@ def kda(
         initial_state=initial_state,
         output_final_state=output_final_state,
         check=False,  # bounded by construction
+    )
+
+
+def context_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor,
+    *,
+    gate: Gate,
+    lower_bound: float,
+    group: dist.ProcessGroup,
+    continued: bool,
+    cu_seqlens: Tensor | None = None,
+    backend: KdaBackend = KdaBackend.auto,
+    require: bool = False,
+) -> Tensor:
+    """``kda`` of a sequence whose consecutive parts lie on the ranks of a group.
+
+    Collective, and so is its backward pass: states travel in one all-gather each (``exchange``).
+    Every rank gives as many tokens. The gradients of ``A_log`` and ``dt_bias`` are this rank's
+    share: sum them over the group.
+
+    Args:
+        q, k, v, z, beta_logits, A_log, dt_bias: of this rank's tokens, as for ``kda``.
+        gate: form of the gate.
+        lower_bound: as for ``kda``.
+        group: ranks in the order of the sequence.
+        continued: the first document on this rank began on an earlier one (without documents:
+            this is not the first rank).
+        cu_seqlens: bounds of documents within this rank's tokens, none of them empty; then B = 1.
+        backend: which implementation of a rank's own part.
+        require: make a fallback of the backend an error.
+
+    Returns:
+        Output of this rank's tokens [B, T, H, V] in the dtype of ``v``.
+
+    Raises:
+        ConfigError, ValueError: as ``kda``.
+    """
+    _check_shapes(q, k, v, z, beta_logits, A_log, dt_bias)
+    chosen = _choose(backend, q.device, head_dim=q.shape[-1], gate=gate, require=require)
+    if chosen is KdaBackend.dense:
+        query, key, g, beta = _gated(
+            q, k, z, beta_logits, A_log, dt_bias, gate=gate, lower_bound=lower_bound
+        )
+        return chunk_context_kda(
+            query,
+            key,
+            v,
+            g,
+            beta,
+            lower_bound=None if gate is Gate.softplus else lower_bound,
+            cu_seqlens=cu_seqlens,
+            continued=continued,
+            group=group,
+        )
+
+    def core(*inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        *raw, initial = inputs
+        return kda(
+            *raw,
+            gate=gate,
+            lower_bound=lower_bound,
+            cu_seqlens=cu_seqlens,
+            initial_state=initial,
+            output_final_state=True,
+            backend=chosen,
+        )
+
+    return any_context_kda(
+        (q, k, v, z, beta_logits, A_log, dt_bias),
+        core=core,
+        documents=q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1,
+        continued=continued,
+        group=group,
     )
 
 
@@ -178,6 +259,23 @@ def short_conv(
         initial_state=initial_state,
         output_final_state=output_final_state,
     )
+
+
+def _gated(
+    q: Tensor,
+    k: Tensor,
+    z: Tensor,
+    beta_logits: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor,
+    *,
+    gate: Gate,
+    lower_bound: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalised and scaled queries, normalised keys, log-decay, write strength."""
+    g = log_decay(z, A_log, dt_bias, gate=gate, lower_bound=lower_bound)
+    beta = torch.sigmoid(beta_logits.to(g.dtype))
+    return normalise(q, scale=q.shape[-1] ** -0.5), normalise(k), g, beta
 
 
 def _choose(

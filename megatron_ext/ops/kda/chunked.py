@@ -10,6 +10,7 @@ Shapes: X chunks, H heads, C tokens a chunk, K width of a key, V of a value, N d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,127 @@ def _blocks(like: Tensor) -> Iterator[slice]:
         yield slice(start, min(chunks, start + step))
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Everything about the chunks that does not depend on the state.
+
+    Attributes:
+        parts: decayed products.
+        inverse: (I + L)^-1 [X, H, C, C].
+        w: what a state adds to the writes of its chunk, negated [X, H, C, K].
+        u: what a chunk would write with a state of zero [X, H, C, V].
+    """
+
+    parts: Products
+    inverse: Tensor
+    w: Tensor
+    u: Tensor
+
+    def saved(self) -> tuple[Tensor, ...]:
+        """What the backward pass needs: all but ``u``."""
+        parts = self.parts
+        return (self.inverse, self.w, parts.square, parts.since, parts.k_out, parts.decay)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, lower_bound: float | None
+) -> Prepared:
+    """The products, the inverse, w and u of every chunk; arguments as ``ChunkedKda``."""
+    chunks, heads, size, _ = q.shape
+    parts = empty_products(k)
+    inverse = q.new_empty(chunks, heads, size, size)
+    w, u = torch.empty_like(q), torch.empty_like(v)
+    for b in _blocks(q):
+        here = parts.block(b)
+        chunk_products(q[b], k[b], g[b], here, tile=TILE, lower_bound=lower_bound)
+        invert_unit_lower(beta[b] * here.square[:, :, 1], inverse[b], tile=TILE)
+        torch.matmul(inverse[b], here.since[:, :, 1] * beta[b], out=w[b])
+        torch.matmul(inverse[b], v[b] * beta[b], out=u[b])
+    return Prepared(parts, inverse, w, u)
+
+
+def outputs(prepared: Prepared, states: Tensor, new: Tensor) -> Tensor:
+    """o [X, H, C, V] from the state at the start of each chunk and what each writes.
+
+    It takes the place of ``prepared.u``, which is not needed any more.
+    """
+    out = prepared.u
+    for b in _blocks(prepared.w):
+        here = prepared.parts.block(b)
+        torch.matmul(here.since[:, :, 0], states[b], out=out[b])
+        out[b] += here.square[:, :, 0] @ new[b]
+    return out
+
+
+def output_gradients(parts: Products, states: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients that reach the states and the writes straight from the outputs."""
+    d_states, d_new = torch.empty_like(states), torch.empty_like(d_out)
+    for b in _blocks(parts.k_out):
+        here = parts.block(b)
+        torch.matmul(here.since[:, :, 0].transpose(-1, -2), d_out[b], out=d_states[b])
+        torch.matmul(here.square[:, :, 0].transpose(-1, -2), d_out[b], out=d_new[b])
+    return d_states, d_new
+
+
+def input_gradients(
+    inputs: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...],
+    flow: tuple[Tensor, ...],
+    d_out: Tensor,
+    *,
+    lower_bound: float | None,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, g and beta, once those along the recurrence are known.
+
+    Args:
+        inputs: q, k, v, g, beta.
+        saved: as ``Prepared.saved``.
+        flow: states at the start of the chunks, writes, gradient of the states after the chunks
+            (of ``sweep_backward``), whole gradient of the writes.
+        d_out: gradient of o.
+        lower_bound: as for ``ChunkedKda``.
+    """
+    q, k, v, g, beta = inputs
+    inverse, _, *products = saved
+    states, new, after, d_new = flow
+    parts = Products(*products)
+    d_q, d_k, d_v, d_g = (torch.empty_like(x) for x in (q, k, v, g))
+    d_beta = torch.empty_like(beta)
+    for b in _blocks(q):
+        here = parts.block(b)
+        states_t, new_t = states[b].transpose(-1, -2), new[b].transpose(-1, -2)
+        # new = (I + beta kk)^-1 beta (v - k_in S). With d = (I + beta kk)^-T d_new:
+        # d is the gradient of beta (v - k_in S), and that of beta kk is -d new^T.
+        d = inverse[b].transpose(-1, -2) @ d_new[b]
+        both = torch.cat((d_out[b], d), 2)
+        square = (both @ new_t).view(here.square.shape)
+        since = (both @ states_t).view(here.since.shape)
+        d_lower, d_right = square[:, :, 1].neg_(), since[:, :, 1].neg_()
+        # kk is zero on and above the diagonal, so what d_lower holds there does not count
+        d_beta[b] = (d_lower * here.square[:, :, 1]).sum(-1, keepdim=True)
+        d_beta[b] += (d_right * here.since[:, :, 1]).sum(-1, keepdim=True)
+        d_beta[b] += (d * v[b]).sum(-1, keepdim=True)
+        d_lower *= beta[b]
+        d_right *= beta[b]
+        grad = Products(
+            square=square,
+            since=since,
+            k_out=new[b] @ after[b].transpose(-1, -2),
+            decay=(states[b] * after[b]).sum(-1),
+        )
+        torch.mul(d, beta[b], out=d_v[b])
+        chunk_products_backward(
+            q[b],
+            k[b],
+            g[b],
+            grad,
+            (d_q[b], d_k[b], d_g[b]),
+            tile=TILE,
+            lower_bound=lower_bound,
+        )
+    return d_q, d_k, d_v, d_g, d_beta
+
+
 class ChunkedKda(torch.autograd.Function):
     """(q, k, v, g, beta, initial) -> (o, final).
 
@@ -58,74 +180,35 @@ class ChunkedKda(torch.autograd.Function):
         active: tuple[int, ...],
         lower_bound: float | None,
     ) -> tuple[Tensor, Tensor]:
-        chunks, heads, size, _ = q.shape
-        parts = empty_products(k)
-        inverse = q.new_empty(chunks, heads, size, size)
-        w, u = torch.empty_like(q), torch.empty_like(v)
-        for b in _blocks(q):
-            here = parts.block(b)
-            chunk_products(q[b], k[b], g[b], here, tile=TILE, lower_bound=lower_bound)
-            invert_unit_lower(beta[b] * here.square[:, :, 1], inverse[b], tile=TILE)
-            torch.matmul(inverse[b], here.since[:, :, 1] * beta[b], out=w[b])
-            torch.matmul(inverse[b], v[b] * beta[b], out=u[b])
-        states, new, final = sweep(w, u, parts.k_out, parts.decay, initial, active=active)
-        out = u  # not needed any more
-        for b in _blocks(q):
-            here = parts.block(b)
-            torch.matmul(here.since[:, :, 0], states[b], out=out[b])
-            out[b] += here.square[:, :, 0] @ new[b]
+        prepared = prepare(q, k, v, g, beta, lower_bound=lower_bound)
+        parts = prepared.parts
+        states, new, final = sweep(
+            prepared.w, prepared.u, parts.k_out, parts.decay, initial, active=active
+        )
+        out = outputs(prepared, states, new)
         ctx.options = (active, lower_bound)
-        products = (parts.square, parts.since, parts.k_out, parts.decay)
-        ctx.save_for_backward(q, k, v, g, beta, inverse, w, states, new, *products)
+        ctx.save_for_backward(q, k, v, g, beta, states, new, *prepared.saved())
         return out, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, inverse, w, states, new, *products = ctx.saved_tensors
+        inputs, (states, new), saved = split_saved(ctx.saved_tensors)
         active, lower_bound = ctx.options
+        _, w, *products = saved
         parts = Products(*products)
         d_out = grads[0].contiguous()
-        d_states, d_new = torch.empty_like(states), torch.empty_like(new)
-        for b in _blocks(q):
-            here = parts.block(b)
-            torch.matmul(here.since[:, :, 0].transpose(-1, -2), d_out[b], out=d_states[b])
-            torch.matmul(here.square[:, :, 0].transpose(-1, -2), d_out[b], out=d_new[b])
+        d_states, d_new = output_gradients(parts, states, d_out)
         after, d_initial = sweep_backward(
             w, parts.k_out, parts.decay, d_states, d_new, grads[1], active=active
         )
-        d_q, d_k, d_v, d_g = (torch.empty_like(x) for x in (q, k, v, g))
-        d_beta = torch.empty_like(beta)
-        for b in _blocks(q):
-            here = parts.block(b)
-            states_t, new_t = states[b].transpose(-1, -2), new[b].transpose(-1, -2)
-            # new = (I + beta kk)^-1 beta (v - k_in S). With d = (I + beta kk)^-T d_new:
-            # d is the gradient of beta (v - k_in S), and that of beta kk is -d new^T.
-            d = inverse[b].transpose(-1, -2) @ d_new[b]
-            both = torch.cat((d_out[b], d), 2)
-            square = (both @ new_t).view(here.square.shape)
-            since = (both @ states_t).view(here.since.shape)
-            d_lower, d_right = square[:, :, 1].neg_(), since[:, :, 1].neg_()
-            # kk is zero on and above the diagonal, so what d_lower holds there does not count
-            d_beta[b] = (d_lower * here.square[:, :, 1]).sum(-1, keepdim=True)
-            d_beta[b] += (d_right * here.since[:, :, 1]).sum(-1, keepdim=True)
-            d_beta[b] += (d * v[b]).sum(-1, keepdim=True)
-            d_lower *= beta[b]
-            d_right *= beta[b]
-            grad = Products(
-                square=square,
-                since=since,
-                k_out=new[b] @ after[b].transpose(-1, -2),
-                decay=(states[b] * after[b]).sum(-1),
-            )
-            torch.mul(d, beta[b], out=d_v[b])
-            chunk_products_backward(
-                q[b],
-                k[b],
-                g[b],
-                grad,
-                (d_q[b], d_k[b], d_g[b]),
-                tile=TILE,
-                lower_bound=lower_bound,
-            )
-        return d_q, d_k, d_v, d_g, d_beta, d_initial, None, None
+        flow = (states, new, after, d_new)
+        d_inputs = input_gradients(inputs, saved, flow, d_out, lower_bound=lower_bound)
+        return *d_inputs, d_initial, None, None
+
+
+def split_saved(
+    tensors: tuple[Tensor, ...],
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Inputs, (states, writes), ``Prepared.saved`` - in the order in which they were saved."""
+    return tensors[:5], tensors[5:7], tensors[7:]

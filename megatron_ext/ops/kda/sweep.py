@@ -85,3 +85,67 @@ def sweep_backward(
         torch.sub(step, w_t[block] @ d_new[block], out=grad[:count])
         stop -= count
     return after, grad
+
+
+def sweep_final(
+    w: Tensor,
+    u: Tensor | None,
+    k_out: Tensor,
+    decay: Tensor,
+    initial: Tensor,
+    *,
+    active: Sequence[int],
+) -> Tensor:
+    """The last states of ``sweep`` alone, without keeping one for every chunk.
+
+    Args:
+        w: as for ``sweep``, as ``k_out``, ``decay``, ``active``.
+        u: [X, H, C, V]; None: values of zero, so that states are only carried. From the identity
+            (V = K) that gives the transition, whose product with a first state is the last one's
+            part that depends on it.
+        k_out: [X, H, C, K].
+        decay: [X, H, K].
+        initial: [N, H, K, V].
+        active: documents that have a chunk at each step.
+    """
+    final = initial.clone()
+    k_t, decay = k_out.transpose(-1, -2), decay.unsqueeze(-1)
+    start = 0
+    for count in active:
+        block = slice(start, start + count)
+        state = final[:count]
+        new = w[block] @ state
+        new = new.neg_() if u is None else torch.sub(u[block], new)
+        final[:count] = torch.addcmul(k_t[block] @ new, decay[block], state)
+        start += count
+    return final
+
+
+def sweep_backward_initial(
+    w: Tensor,
+    k_out: Tensor,
+    decay: Tensor,
+    d_states: Tensor,
+    d_new: Tensor,
+    *,
+    active: Sequence[int],
+    documents: int,
+) -> Tensor:
+    """The gradient of the initial states of ``sweep_backward`` alone, for final ones of zero.
+
+    Arguments as there, none of which is overwritten; ``documents`` is N.
+
+    Returns:
+        [N, H, K, V].
+    """
+    grad = d_states.new_zeros(documents, *d_states.shape[1:])
+    w_t, decay = w.transpose(-1, -2), decay.unsqueeze(-1)
+    stop = d_states.shape[0]
+    for count in reversed(active):
+        block = slice(stop - count, stop)
+        after = grad[:count]
+        new = d_new[block] + k_out[block] @ after
+        step = torch.addcmul(d_states[block], decay[block], after)
+        torch.sub(step, w_t[block] @ new, out=grad[:count])
+        stop -= count
+    return grad
