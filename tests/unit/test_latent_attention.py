@@ -22,6 +22,7 @@ from tests.support.memory import PeakMemory
 from tests.support.threads import run_ranks
 
 HEADS, COMPRESSED = 3, 7
+WIDTHS = LatentWidths(heads=HEADS, nope=6, shared=2, value=5)
 SCALE = 0.7  # large enough that probabilities differ
 EXACT = {"rtol": 1e-11, "atol": 1e-12}  # float64, sums in another order
 
@@ -32,7 +33,7 @@ class Case:
 
     tokens: int
     batch: int = 1
-    widths: LatentWidths = LatentWidths(heads=HEADS, nope=6, shared=2, value=5)
+    widths: LatentWidths = WIDTHS
     block: int | None = None
     kernel: Kernel | None = None
 
