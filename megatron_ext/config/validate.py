@@ -11,7 +11,6 @@ from megatron_ext.config.layout import (
     expert_layers,
     layer_kinds,
     model_parallel_size,
-    sequence_parallel,
 )
 from megatron_ext.config.problem import Problem
 from megatron_ext.config.ranges import RANGES, divisors, nearest, nearest_multiples
@@ -183,8 +182,6 @@ def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
     if kinds & {LayerKind.mla, LayerKind.gated}:
         divided["model.mla.num_heads"] = model.mla.num_heads
     divided["model.feed_forward_size"] = model.feed_forward_size
-    if sequence_parallel(parallel):
-        divided["data.sequence_length"] = config.data.sequence_length
     # A vocabulary that is not known yet is some multiple of 128.
     divided["model.vocab_size"] = model.vocab_size or VOCAB_MULTIPLE
     wrong = [key for key, size in divided.items() if size % parallel.tensor]
@@ -207,7 +204,8 @@ def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
             "or leave parallel.sequence out: it is on by itself when tensor > 1)",
             ("parallel.sequence", "parallel.tensor"),
         )
-    for key in ("context", "expert", "expert_tensor"):
+    yield from _context(config)
+    for key in ("expert", "expert_tensor"):
         size = getattr(parallel, key)
         if size > 1:
             yield Problem(
@@ -237,6 +235,29 @@ def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
             f"(nearest {nearest_multiples(world_size, needed)}"
             + (")" if planned else "; torchrun --nproc-per-node sets it)"),
             ("plan.world_size", "parallel.tensor", "parallel.pipeline", "parallel.context"),
+        )
+
+
+def _context(config: RunConfig) -> Iterator[Problem]:
+    parallel, model, length = config.parallel, config.model, config.data.sequence_length
+    if parallel.context == 1:
+        return
+    keys = ("parallel.context", "data.sequence_length")
+    if config.run.mode is Mode.generate:
+        yield Problem(
+            f"parallel.context={parallel.context}: is for long training sequences, and "
+            "run.mode=generate grows one from nothing (nearest 1; a checkpoint of any layout can "
+            "be read with it)",
+            ("parallel.context", "run.mode"),
+        )
+    row = length * (config.train.micro_batch_size if config.data.isolate_documents else 1)
+    fewest = max(1, model.kda.conv_width - 1)
+    if row // parallel.context < fewest:
+        yield Problem(
+            f"parallel.context={parallel.context}: leaves each rank fewer than {fewest} of "
+            f"{row} tokens, which the convolution of its neighbour reads (nearest "
+            f"{max(1, row // fewest)}; or a longer data.sequence_length)",
+            (*keys, "model.kda.conv_width"),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from megatron_ext.errors import ConfigError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass of one data rank reads.
+    """What one forward pass of one data rank reads, or one context rank's part of it.
 
     tokens, labels: int64 [b, s]; a label is the token after its input in the stream.
     loss_mask: float32 [b, s], 1 where the label counts. With isolated documents it is 0 at a
@@ -22,6 +23,8 @@ class MicroBatch:
     source: int16 [b, s], index of the source of the *label*.
     cu_seqlens: int32 [n + 1] or None; with isolated documents the bounds of documents, cut at
     sequence starts too, in the micro-batch flattened sequence by sequence (0 first, b * s last).
+    The same on all context ranks.
+    padding: bool [b, s] or None; True where there is no token, but a length that did not divide.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -29,6 +32,50 @@ class MicroBatch:
     loss_mask: npt.NDArray[np.float32]
     source: npt.NDArray[np.int16]
     cu_seqlens: npt.NDArray[np.int32] | None
+    padding: npt.NDArray[np.bool_] | None = None
+
+
+def padded_length(length: int, *, ranks: int, multiple: int = 1) -> int:
+    """The length of a row that so many ranks share, each a multiple of `multiple` tokens."""
+    return -(-length // (ranks * multiple)) * ranks * multiple
+
+
+def part_of_rank(batch: MicroBatch, *, rank: int, ranks: int, multiple: int = 1) -> MicroBatch:
+    """The consecutive part of every sequence that one context rank holds.
+
+    With isolated documents the sequences follow each other in one row, and that row is shared out;
+    without, every sequence is. Rows that do not divide are padded at their end; the padding is a
+    document of its own, comes after every token, and counts nowhere.
+
+    Args:
+        batch: of the whole data rank.
+        rank, ranks: which part of how many.
+        multiple: a part's length must divide by it (tensor parallel ranks that share it).
+    """
+    if ranks == multiple == 1:
+        return batch
+    rows = -1 if batch.cu_seqlens is None else 1
+    length = batch.tokens.size if rows == 1 else batch.tokens.shape[1]
+    total = padded_length(length, ranks=ranks, multiple=multiple)
+    own = slice(rank * (total // ranks), (rank + 1) * (total // ranks))
+
+    def part(array: npt.NDArray[Any], fill: int = 0) -> npt.NDArray[Any]:
+        array = array.reshape(rows, length)
+        return np.pad(array, ((0, 0), (0, total - length)), constant_values=fill)[:, own]
+
+    cu_seqlens, padding = batch.cu_seqlens, None
+    if total > length:
+        padding = part(np.zeros(batch.tokens.shape, np.bool_), True)
+        if cu_seqlens is not None:
+            cu_seqlens = np.append(cu_seqlens, total).astype(np.int32)
+    return MicroBatch(
+        tokens=part(batch.tokens),
+        labels=part(batch.labels),
+        loss_mask=part(batch.loss_mask),
+        source=part(batch.source),
+        cu_seqlens=cu_seqlens,
+        padding=padding,
+    )
 
 
 def micro_batches(

@@ -15,7 +15,9 @@ as one tensor, so the gradient of the shared key is summed over all heads of all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -23,16 +25,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.config.schema import MlaOptions
-from megatron_ext.errors import ConfigError
 from megatron_ext.layers.core_attention import SdpaAttention
 from megatron_ext.layers.gating import sigmoid_gate
 from megatron_ext.layers.linears import (
     ColumnShard,
     DuplicatedLinear,
     ShardedModule,
+    context_group,
     enter_tensor_parallel,
     local_share,
     recompute_core,
@@ -40,6 +43,8 @@ from megatron_ext.layers.linears import (
     tensor_group,
 )
 from megatron_ext.layers.norms import RMSNorm
+from megatron_ext.ops.latent_attention import LatentWidths, context_latent_attention
+from megatron_ext.parallel.context import span_of
 
 
 @dataclass
@@ -59,7 +64,7 @@ class GatedMLA(ShardedModule):
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
 
     Raises:
-        ConfigError: heads do not divide over the ranks, or context parallelism is on.
+        ConfigError: heads do not divide over the ranks.
     """
 
     def __init__(
@@ -75,11 +80,7 @@ class GatedMLA(ShardedModule):
     ) -> None:
         tp_group = tensor_group(pg_collection)
         super().__init__(config, tp_group=tp_group)
-        if config.context_parallel_size != 1:
-            raise ConfigError(
-                f"parallel.context: {config.context_parallel_size} given, full attention does "
-                "not split a sequence over ranks; use 1"
-            )
+        self.cp_group = context_group(config, pg_collection)
         self.options = options
         self.local_heads = local_share(options.num_heads, tp_group, key="model.mla.num_heads")
         key_width = options.qk_nope_head_dim + options.qk_rope_head_dim
@@ -137,7 +138,8 @@ class GatedMLA(ShardedModule):
 
         Args:
             attention_mask: ignored, attention is causal within documents.
-            packed_seq_params: document bounds (`cu_seqlens_q`, with b = 1).
+            packed_seq_params: document bounds (`cu_seqlens_q`, with b = 1). Under context
+                parallelism those of the whole row.
             unused: megatron-core's keywords for rotary positions and inference.
         """
         options = self.options
@@ -151,14 +153,15 @@ class GatedMLA(ShardedModule):
             [options.kv_lora_rank, options.qk_rope_head_dim], dim=-1
         )
         entered = self._enter(torch.cat([self.kv_latent_norm(latent), shared_key], dim=-1))
-        latent, shared_key = entered.split([options.kv_lora_rank, options.qk_rope_head_dim], dim=-1)
-
-        core_inputs = (self.q_up(q_input), self.kv_up(latent), shared_key, packed_seq_params)
+        core_inputs = (self.q_up(q_input), entered, packed_seq_params)
+        core: Callable[..., Tensor] = self._core
+        if self.cp_group is not None:
+            core = partial(self._context_core, group=self.cp_group)
         if self.training and recompute_core(self.config):
             # Nothing in the core is random, so no generator state has to be kept.
-            o = checkpoint(self._core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
+            o = checkpoint(core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            o = self._core(*core_inputs)
+            o = core(*core_inputs)
         if self.gate is not None:
             o = sigmoid_gate(o, self.gate(x))
         return self.out(o)
@@ -166,23 +169,61 @@ class GatedMLA(ShardedModule):
     def _enter(self, x: Tensor) -> Tensor:
         return enter_tensor_parallel(x, config=self.config, tp_group=self.tp_group)
 
-    def _core(
-        self, q: Tensor, kv: Tensor, shared_key: Tensor, packed_seq_params: PackedSeqParams | None
+    def _core(self, q: Tensor, entered: Tensor, packed: PackedSeqParams | None) -> Tensor:
+        """[s, b, H*(N+R)] and latent with shared key [s, b, C+R] to [s, b, H*V]."""
+        bounds = longest = None
+        if packed is not None:
+            bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+        o = self._local(q, entered, bounds, longest)
+        return o.flatten(-2).transpose(0, 1).contiguous()
+
+    def _context_core(
+        self, q: Tensor, entered: Tensor, packed: PackedSeqParams | None, *, group: ProcessGroup
     ) -> Tensor:
-        """[s, b, H*(N+R)], [s, b, H*(N+V)], [s, b, R] to [s, b, H*V]."""
+        """`_core` where a document may begin on an earlier rank, of which there is one at most.
+
+        That one meets the latents of all ranks block by block; documents that begin here are
+        nobody else's, and go the usual way.
+        """
+        options, length = self.options, q.shape[0]
+        span = span_of(packed, tokens=length, group=group)
+        end, bounds = span.first_end, span.cu_seqlens
+        widths = LatentWidths(
+            heads=self.local_heads,
+            nope=options.qk_nope_head_dim,
+            shared=options.qk_rope_head_dim,
+            value=options.v_head_dim,
+        )
+        parts = [
+            context_latent_attention(
+                q[:end].transpose(0, 1).unflatten(-1, (self.local_heads, -1)),
+                entered,
+                self.kv_up(None),
+                widths=widths,
+                scale=widths.key**-0.5,
+                before=span.before,
+                group=group,
+            )
+        ]
+        if end < length:
+            if bounds is not None and end:
+                bounds = bounds[1:] - end
+            parts.append(self._local(q[end:], entered[end:], bounds, span.longest))
+        return torch.cat(parts, dim=1).flatten(-2).transpose(0, 1).contiguous()
+
+    def _local(
+        self, q: Tensor, entered: Tensor, bounds: Tensor | None, longest: int | None
+    ) -> Tensor:
+        """Documents that lie here as a whole: as `_core`, to [b, s, H, V]."""
         options, heads = self.options, self.local_heads
-        q, kv = (x.transpose(0, 1).unflatten(-1, (heads, -1)) for x in (q, kv))
+        latent, shared_key = entered.split([options.kv_lora_rank, options.qk_rope_head_dim], dim=-1)
+        q, kv = (x.transpose(0, 1).unflatten(-1, (heads, -1)) for x in (q, self.kv_up(latent)))
         key, value = kv.split([options.qk_nope_head_dim, options.v_head_dim], dim=-1)
         shared = shared_key.transpose(0, 1).unsqueeze(-2).expand(-1, -1, heads, -1)
-        cu_seqlens = max_seqlen = None
-        if packed_seq_params is not None:
-            cu_seqlens = packed_seq_params.cu_seqlens_q
-            max_seqlen = packed_seq_params.max_seqlen_q
-        o = self.core_attention(
+        return self.core_attention(
             q,
             torch.cat([key, shared], dim=-1),
             value,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
+            cu_seqlens=bounds,
+            max_seqlen=longest,
         )
-        return o.flatten(-2).transpose(0, 1).contiguous()

@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, float32, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ext.config.schema import Gate, GateInit, KdaOptions, OutputGate
@@ -31,6 +32,7 @@ from megatron_ext.layers.linears import (
     ColumnShard,
     DuplicatedLinear,
     ShardedModule,
+    context_group,
     enter_tensor_parallel,
     local_share,
     recompute_core,
@@ -38,7 +40,8 @@ from megatron_ext.layers.linears import (
     tensor_group,
 )
 from megatron_ext.layers.norms import GatedHeadNorm
-from megatron_ext.ops.kda import kda, short_conv
+from megatron_ext.ops.kda import context_kda, kda, short_conv
+from megatron_ext.parallel.context import span_of, with_previous
 
 
 class KimiDeltaAttention(ShardedModule):
@@ -53,8 +56,7 @@ class KimiDeltaAttention(ShardedModule):
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
 
     Raises:
-        ConfigError: heads do not divide over the ranks, value and key heads differ in width, or
-            context parallelism is on.
+        ConfigError: heads do not divide over the ranks, or value and key heads differ in width.
     """
 
     def __init__(
@@ -75,11 +77,7 @@ class KimiDeltaAttention(ShardedModule):
                 f"projected together and share one width; use {options.head_dim}, "
                 "as model.kda.head_dim"
             )
-        if config.context_parallel_size != 1:
-            raise ConfigError(
-                f"parallel.context: {config.context_parallel_size} given, linear attention does "
-                "not split a sequence over ranks; use 1"
-            )
+        self.cp_group = context_group(config, pg_collection)
         self.options = options
         heads = local_share(options.num_heads, tp_group, key="model.kda.num_heads")
         self.local_heads = heads
@@ -161,7 +159,7 @@ class KimiDeltaAttention(ShardedModule):
         Args:
             attention_mask: ignored, the operator is causal by itself.
             packed_seq_params: document bounds (`cu_seqlens_q`, with b = 1); the state and the
-                convolution start anew at each.
+                convolution start anew at each. Under context parallelism those of the whole row.
             unused: megatron-core's keywords for rotary positions and inference.
         """
         x = enter_tensor_parallel(hidden_states, config=self.config, tp_group=self.tp_group)
@@ -173,8 +171,7 @@ class KimiDeltaAttention(ShardedModule):
             gate_input = enter_tensor_parallel(
                 self.gate_down(hidden_states), config=self.config, tp_group=self.tp_group
             )
-        cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
-        core_inputs = (self.qkv(x), self.decay_up(decay), self.beta(x), cu_seqlens)
+        core_inputs = (self.qkv(x), self.decay_up(decay), self.beta(x), packed_seq_params)
         if self.training and recompute_core(self.config):
             # Nothing in the core is random, so no generator state has to be kept.
             o = checkpoint(self._core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
@@ -184,18 +181,27 @@ class KimiDeltaAttention(ShardedModule):
         return self.out(self.norm(o, gate).flatten(-2).transpose(0, 1).contiguous())
 
     def _core(
-        self, qkv: Tensor, z: Tensor, beta_logits: Tensor, cu_seqlens: Tensor | None
+        self, qkv: Tensor, z: Tensor, beta_logits: Tensor, packed: PackedSeqParams | None
     ) -> Tensor:
         """Convolution and delta rule: [s, b, 3*H*K], [s, b, H*K], [s, b, H] to [b, s, H, K]."""
-        options, heads = self.options, self.local_heads
+        options, heads, group = self.options, self.local_heads, self.cp_group
+        cu_seqlens = conv_bounds = None if packed is None else packed.cu_seqlens_q
+        halo = 0
+        if group is not None:
+            span = span_of(packed, tokens=qkv.shape[0], group=group)
+            halo = options.conv_width - 1
+            qkv = with_previous(qkv, halo, before=span.before, group=group)
+            cu_seqlens = span.cu_seqlens
+            # The tokens in front belong to the first document.
+            conv_bounds = None if cu_seqlens is None else F.pad(cu_seqlens[1:] + halo, (1, 0))
         mixed, _ = short_conv(
             qkv.transpose(0, 1),
             self.conv_weight.flatten(0, 1),
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=conv_bounds,
             backend=options.backend,
         )
-        q, k, v = mixed.unflatten(-1, (3, heads, options.head_dim)).unbind(-3)
-        o, _ = kda(
+        q, k, v = mixed[:, halo:].unflatten(-1, (3, heads, options.head_dim)).unbind(-3)
+        inputs = (
             q,
             k,
             v,
@@ -203,6 +209,20 @@ class KimiDeltaAttention(ShardedModule):
             beta_logits.transpose(0, 1),
             self.A_log,
             self.dt_bias.view(heads, options.head_dim),
+        )
+        if group is not None:
+            return context_kda(
+                *inputs,
+                gate=options.gate,
+                lower_bound=options.lower_bound,
+                group=group,
+                continued=span.continued,
+                cu_seqlens=cu_seqlens,
+                backend=options.backend,
+                require=options.require,
+            )
+        o, _ = kda(
+            *inputs,
             gate=options.gate,
             lower_bound=options.lower_bound,
             cu_seqlens=cu_seqlens,

@@ -81,6 +81,17 @@ def tensor_group(pg_collection: ProcessGroupCollection | None) -> ProcessGroup:
     return pg_collection.tp
 
 
+def context_group(
+    config: TransformerConfig, pg_collection: ProcessGroupCollection | None
+) -> ProcessGroup | None:
+    """The context-parallel group handed in, else megatron-core's own; None where it is one rank."""
+    if config.context_parallel_size == 1:
+        return None
+    if pg_collection is None:
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+    return pg_collection.cp
+
+
 def local_share(count: int, tp_group: ProcessGroup, *, key: str) -> int:
     """`count` divided over the tensor-parallel ranks.
 
@@ -171,9 +182,14 @@ class ColumnShard(ShardedModule):
             tensor_parallel_axis=len(shape) - 2,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, in], entered, to [s, b, parts * out/tp], parts one after another; same dtype."""
-        return F.linear(x, self.weight.flatten(0, -2))
+    def forward(self, x: Tensor | None) -> Tensor:
+        """x [s, b, in], entered, to [s, b, parts * out/tp], parts one after another; same dtype.
+
+        None gives the matrix [parts * out/tp, in], for an operator that multiplies with it itself.
+        Take it by this call: it is where overlapped gathering of parameters waits for it.
+        """
+        weight = self.weight.flatten(0, -2)
+        return weight if x is None else F.linear(x, weight)
 
 
 def row_parallel(

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+from megatron_ext.config.layout import sequence_parallel
 from megatron_ext.data.batches import MicroBatch, micro_batches
 from megatron_ext.errors import TrainingHalted
 from megatron_ext.layers.output_head import losses_of
 from megatron_ext.optim.build import set_learning_rate
 from megatron_ext.optim.schedule import learning_rate
+from megatron_ext.train.share import Share, packed_documents
 from megatron_ext.train.state import TrainState
 
 
@@ -148,17 +149,22 @@ def run_schedule(
     packed = config.data.isolate_documents
     sequences = config.train.micro_batch_size
     many = len(state.chunks) > 1
+    share = Share(
+        context=state.mesh.cp,
+        tensor=state.mesh.tp if sequence_parallel(config.parallel) else None,
+    )
     stored = get_forward_backward_func()(
         forward_step_func=partial(
             forward,
             device=state.runtime.device,
             sources=len(state.sources),
+            share=share,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
         ),
         data_iterator=feeds if many else feeds[0],
         model=state.chunks if many else state.chunks[0],
         num_microbatches=count,
-        seq_length=config.data.sequence_length * (sequences if packed else 1),
+        seq_length=share.padded(config.data.sequence_length * (sequences if packed else 1)),
         micro_batch_size=1 if packed else sequences,
         forward_only=forward_only,
     )
@@ -178,6 +184,7 @@ def forward(
     *,
     device: torch.device,
     sources: int,
+    share: Share,
     loss_chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """One micro-batch through a model chunk, in the form that megatron-core's schedules call.
@@ -185,7 +192,7 @@ def forward(
     Returns:
         The chunk's output (losses [b, s] in the last one) and the function that sums them.
     """
-    batch = next(feed)
+    batch = share.part(next(feed))
     tokens, labels, mask, source = (
         torch.from_numpy(array).to(device, non_blocking=True)
         for array in (batch.tokens, batch.labels, batch.loss_mask, batch.source)
@@ -193,29 +200,18 @@ def forward(
     packing = None
     if batch.cu_seqlens is not None:
         tokens, labels = tokens.reshape(1, -1), labels.reshape(1, -1)
-        packing = packed_documents(torch.from_numpy(batch.cu_seqlens).to(device))
+        packing = packed_documents(torch.from_numpy(batch.cu_seqlens), share, device=device)
     output = model(
         input_ids=tokens,
         position_ids=None,
         attention_mask=None,
         labels=labels,
         packed_seq_params=packing,
+        padding_mask=share.padding_mask(batch, model, device=device),
         output_processor=losses_of,
         output_processor_context=loss_chunk_tokens,
     )
     return output, partial(sum_losses, mask=mask, source=source, sources=sources)
-
-
-def packed_documents(cu_seqlens: torch.Tensor) -> PackedSeqParams:
-    """Documents that must not see each other, as megatron-core describes them. int32 [N + 1]."""
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
 
 
 def sum_losses(

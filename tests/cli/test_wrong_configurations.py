@@ -76,10 +76,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "gate_and_ranges": (
-        ["model.kda.lower_bound=-9", "parallel.context=2", "parallel.virtual_pipeline=2"],
+        ["model.kda.lower_bound=-9", "parallel.expert=2", "parallel.virtual_pipeline=2"],
         [
             "model.kda.lower_bound=-9: must be in [-5, 0) for model.kda.gate=bounded",
-            "parallel.context=2: is not in this version (allowed 1)",
+            "parallel.expert=2: is not in this version (allowed 1)",
             "parallel.virtual_pipeline=2: needs parallel.pipeline > 1, got 1",
         ],
     ),
@@ -104,16 +104,22 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     ),
     "not_in_this_version": (
         [
-            "parallel.context=2",
             "parallel.expert=4",
             "parallel.expert_tensor=2",
             "model.first_dense_layers=1",
         ],
         [
             "model.first_dense_layers=1: makes expert layers, which this version can plan but not ",
-            "parallel.context=2: is not in this version (allowed 1)",
             "parallel.expert=4: is not in this version (allowed 1)",
             "parallel.expert_tensor=2: is not in this version (allowed 1)",
+        ],
+    ),
+    "context": (
+        ["parallel.context=8", "data.sequence_length=16", "run.mode=generate"],
+        [
+            "parallel.context=8: is for long training sequences, and run.mode=generate grows one",
+            "parallel.context=8: leaves each rank fewer than 3 of 16 tokens, which the convolution "
+            "of its neighbour reads (nearest 5; or a longer data.sequence_length)",
         ],
     ),
     "sequence_without_tensor": (

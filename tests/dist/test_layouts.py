@@ -35,6 +35,8 @@ ONE = (
     "one_micro_batch_4",
     "one_isolated",
     "one_gated",
+    "one_padded",
+    "one_awkward",
 )
 TWO = (
     "tp2_sp",
@@ -47,17 +49,38 @@ TWO = (
     "pp2_uneven",
     "pp2_vpp2",
     "pp2_vpp2_recompute_full",
+    "cp2",
+    "cp2_recompute_full",
+    "cp2_recompute_selective",
+    "cp2_gated",
+    "cp2_padded",
+    "cp2_awkward",
+    "tp2_sp_padded",
     "dp2",
     "dp2_sharded",
     "dp2_overlap",
 )
-FOUR = ("tp2_sp_pp2", "tp2_sp_dp2", "pp2_dp2", "pp4_vpp2", "tp4_sp")
+FOUR = (
+    "tp2_sp_pp2",
+    "tp2_sp_dp2",
+    "pp2_dp2",
+    "pp4_vpp2",
+    "tp4_sp",
+    "cp4",
+    "tp2_sp_cp2",
+    "tp2_sp_cp2_awkward",
+    "pp2_cp2",
+    "cp2_dp2",
+)
 FAULTS = (
     "tp2_sp:lost_head_norm_sum",
     "tp2_sp:lost_sequence_sum",
     "pp2:lost_token_count",
     "pp2_vpp2:no_overlap",
     "dp2:lost_data_sum",
+    "cp2:lost_state",
+    "cp2:wrong_halo",
+    "cp2:lost_latent_sum",
 )
 
 
@@ -92,7 +115,7 @@ def read(folder: Path, case: str) -> dict[str, Any]:
 
 
 def truth_of(case: str) -> str:
-    for special in ("isolated", "gated"):
+    for special in ("isolated", "gated", "padded", "awkward"):
         if special in case:
             return f"one_{special}"
     return "one"

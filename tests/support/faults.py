@@ -80,10 +80,49 @@ def _lost_data_sum(state: TrainState) -> None:
             group.start_grad_sync = lambda *args, **kwargs: None
 
 
+def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    real = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, real)
+
+
+def _lost_state() -> Callable[[], None]:
+    """Context: linear attention starts from zero on every rank."""
+    from megatron_ext.ops.kda import context
+
+    real = context.first_state
+    return _replaced(context, "first_state", lambda *a, **k: torch.zeros_like(real(*a, **k)))
+
+
+def _wrong_halo() -> Callable[[], None]:
+    """Context: the convolution continues from the end of the rank's own part."""
+    from megatron_ext.parallel import context
+
+    real = context._from
+    return _replaced(context, "_from", lambda x, group, rank: real(x, group, group.rank()))
+
+
+def _lost_latent_sum() -> Callable[[], None]:
+    """Context: latents keep the gradient of their own rank's queries only."""
+    from megatron_ext.ops.latent_attention import context
+
+    def own_share(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
+        out.copy_(x.chunk(group.size())[group.rank()])
+
+    fake = SimpleNamespace(
+        all_gather_into_tensor=context.dist.all_gather_into_tensor,
+        reduce_scatter_tensor=own_share,
+    )
+    return _replaced(context, "dist", fake)
+
+
 FAULTS = {
     "lost_head_norm_sum": Fault(before=_lost_head_norm_sum),
     "lost_sequence_sum": Fault(after=_lost_sequence_sum),
     "lost_token_count": Fault(after=_lost_token_count),
     "no_overlap": Fault(after=_no_overlap),
     "lost_data_sum": Fault(after=_lost_data_sum),
+    "lost_state": Fault(before=_lost_state),
+    "wrong_halo": Fault(before=_wrong_halo),
+    "lost_latent_sum": Fault(before=_lost_latent_sum),
 }

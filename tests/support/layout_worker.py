@@ -51,6 +51,9 @@ COMMON = [
     "model.init_std=0.06",
     "parallel.distributed_optimizer=false",  # else a rank has whole gradients of its share only
 ]
+# Lengths that neither 2 nor 4 ranks divide, so that rows are padded.
+PADDED = ["data.sequence_length=27", "train.batch_tokens=486"]
+AWKWARD = [*PADDED, "data.isolate_documents=true", "train.micro_batch_size=1"]
 CASES: dict[str, list[str]] = {
     "one": [],
     "one_recompute_full": ["train.recompute=full"],
@@ -72,6 +75,15 @@ CASES: dict[str, list[str]] = {
         "parallel.virtual_pipeline=2",
         "train.recompute=full",
     ],
+    "cp2": ["parallel.context=2"],
+    "one_padded": PADDED,
+    "one_awkward": AWKWARD,
+    "cp2_padded": ["parallel.context=2", *PADDED],
+    "cp2_awkward": ["parallel.context=2", *AWKWARD],
+    "tp2_sp_padded": ["parallel.tensor=2", *PADDED],
+    "cp2_recompute_full": ["parallel.context=2", "train.recompute=full"],
+    "cp2_recompute_selective": ["parallel.context=2", "train.recompute=selective"],
+    "cp2_gated": ["parallel.context=2", "model.attention=gated"],
     "dp2": [],
     "dp2_sharded": ["parallel.distributed_optimizer=true"],
     "dp2_overlap": [
@@ -84,6 +96,11 @@ CASES: dict[str, list[str]] = {
     "pp2_dp2": ["parallel.pipeline=2"],
     "pp4_vpp2": ["parallel.pipeline=4", "parallel.virtual_pipeline=2"],
     "tp4_sp": ["parallel.tensor=4"],
+    "cp4": ["parallel.context=4"],
+    "tp2_sp_cp2": ["parallel.tensor=2", "parallel.context=2"],
+    "tp2_sp_cp2_awkward": ["parallel.tensor=2", "parallel.context=2", *AWKWARD],
+    "pp2_cp2": ["parallel.pipeline=2", "parallel.context=2"],
+    "cp2_dp2": ["parallel.context=2"],
 }
 
 

@@ -1,0 +1,172 @@
+"""Context parallelism: the part of a sequence that a rank holds, and what it takes from others.
+
+The ranks of a context group hold consecutive parts of equal length, the first rank the first part.
+Linear attention needs them in order and softmax attention can have them so; what little they say to
+each other is here and, for states and latents, in the operators.
+
+Shapes: s tokens of the whole row, L = s / ranks tokens of a rank, b batch, C channels, H heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Span:
+    """The documents on one rank's part.
+
+    Attributes:
+        before: tokens of the first document that lie on earlier ranks; 0: it begins here.
+        first_end: where the first document ends on this rank, if it began earlier; else 0.
+        cu_seqlens: bounds of documents within the part, int32 [n + 1], 0 first and L last, none of
+            them empty; None without documents.
+        longest: tokens of the longest document within the part.
+    """
+
+    before: int
+    first_end: int
+    cu_seqlens: Tensor | None
+    longest: int
+
+    @property
+    def continued(self) -> bool:
+        """Whether the first document began on an earlier rank."""
+        return self.before > 0
+
+
+@dataclass
+class ContextDocuments(PackedSeqParams):
+    """megatron-core's description of packed documents (`cu_seqlens_q`: of the whole row) with the
+    part of one rank, worked out once for all layers."""
+
+    span: Span | None = None
+
+
+def part_of(bounds: Sequence[int], *, rank: int, ranks: int) -> tuple[list[int], int]:
+    """Bounds of documents within a rank's part, and how much of the first one lies before it.
+
+    Args:
+        bounds: of the documents of the row, 0 first, rising; empty documents are passed over.
+        rank, ranks: which part of how many; ``ranks`` divides the length.
+    """
+    length = bounds[-1] // ranks
+    start, end = rank * length, (rank + 1) * length
+    begin = max(bound for bound in bounds if bound <= start)
+    inside = sorted({bound - start for bound in bounds if start < bound < end})
+    return [0, *inside, length], start - begin
+
+
+def pack_documents(bounds: Tensor, *, group: dist.ProcessGroup) -> ContextDocuments:
+    """Describes isolated documents to the layers of one rank.
+
+    Args:
+        bounds: int32 [n + 1] on the host, of the documents of the whole row.
+        group: context parallel ranks.
+    """
+    cu_seqlens = bounds.to(torch.cuda.current_device(), non_blocking=True)
+    longest = int((bounds[1:] - bounds[:-1]).max())
+    return ContextDocuments(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        span=_span(bounds.tolist(), group, cu_seqlens.device),
+    )
+
+
+def span_of(packed: PackedSeqParams | None, *, tokens: int, group: dist.ProcessGroup) -> Span:
+    """What a layer has to know about its rank's part.
+
+    Args:
+        packed: documents of the row; None: every sequence is one. Made by others than
+            `pack_documents` its bounds are read back from the device, at every layer.
+        tokens: L.
+        group: context parallel ranks.
+    """
+    if packed is None:
+        before = group.rank() * tokens
+        return Span(before, tokens if before else 0, None, tokens)
+    if isinstance(packed, ContextDocuments) and packed.span is not None:
+        return packed.span
+    return _span(packed.cu_seqlens_q.tolist(), group, packed.cu_seqlens_q.device)
+
+
+def _span(bounds: list[int], group: dist.ProcessGroup, device: torch.device) -> Span:
+    local, before = part_of(bounds, rank=group.rank(), ranks=group.size())
+    return Span(
+        before=before,
+        first_end=local[1] if before else 0,
+        cu_seqlens=torch.tensor(local, dtype=torch.int32, device=device),
+        longest=max(b - a for a, b in itertools.pairwise(local)),
+    )
+
+
+def with_previous(x: Tensor, count: int, *, before: int, group: dist.ProcessGroup) -> Tensor:
+    """``x`` with the last ``count`` tokens of the previous rank in front: what a convolution needs.
+
+    Collective, and so is its backward pass, which hands their gradients back.
+
+    Args:
+        x: [L, b, C], L >= ``count``.
+        count: tokens to put in front.
+        before: of them, how many belong to the first document here (or more); the others are zero,
+            as they are before the start of any document.
+        group: context parallel ranks.
+    """
+    halo = _PreviousTail.apply(x[x.shape[0] - count :], group)
+    known = torch.arange(count, 0, -1, device=x.device) <= before
+    return torch.cat((torch.where(known[:, None, None], halo, 0), x))
+
+
+class _PreviousTail(torch.autograd.Function):
+    """Every rank's [w, b, C] moves to the next rank; the first one gets zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tail: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _from(tail, group, group.rank() - 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _from(grads[0], ctx.group, ctx.group.rank() + 1), None
+
+
+def _from(x: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
+    """``x`` of another rank; zeros if there is no such rank. Collective."""
+    # An all-gather of a few tokens: sends in pairs would each need a connection of their own.
+    everyone = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(everyone, x.contiguous(), group=group)
+    if not 0 <= rank < group.size():
+        return torch.zeros_like(x)
+    return everyone.view(group.size(), *x.shape)[rank].clone()
+
+
+def sequence_to_heads(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """All heads of a rank's tokens [L, b, H, D] to some heads of all tokens [s, b, H / ranks, D].
+
+    Collective, and so is its backward pass, which is `heads_to_sequence`.
+    """
+    ranks = group.size()
+    length, batch, heads, width = x.shape
+    x = x.view(length, batch, ranks, heads // ranks, width).permute(2, 0, 1, 3, 4)
+    return tensor_parallel.all_to_all(group, x.contiguous()).flatten(0, 1)
+
+
+def heads_to_sequence(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """The inverse of `sequence_to_heads`."""
+    ranks = group.size()
+    x = x.contiguous().view(ranks, x.shape[0] // ranks, *x.shape[1:])
+    return tensor_parallel.all_to_all(group, x).permute(1, 2, 0, 3, 4).flatten(2, 3)
