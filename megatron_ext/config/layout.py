@@ -132,3 +132,43 @@ def draw(config: RunConfig, world_size: int) -> str:
     legend = [text for letter, text in names.items() if any(k.value == letter for k in kinds)]
     lines.append("  " + ", ".join([*legend, *(["e experts"] if experts else [])]))
     return "\n".join(lines)
+
+
+def draw_experts(config: RunConfig, world_size: int) -> str:
+    """Which rank of the first pipeline stage holds which experts of a layer, as text.
+
+    Ranks of a stage are expert tensor parallel first, then expert parallel, then copies. A model
+    without expert layers gives an empty string.
+    """
+    parallel, experts = config.parallel, config.model.experts
+    layers = len(expert_layers(config.model))
+    if not layers:
+        return ""
+    each, tensor = experts.num_experts // parallel.expert, parallel.expert_tensor
+    width = parallel.expert * tensor
+    copies = world_size // parallel.pipeline // width
+    head = f"experts: {layers} layers of {experts.num_experts}, {experts.top_k} a token; "
+    head += f"{each} on each of {parallel.expert} expert parallel ranks"
+    head += f", cut in {tensor} by expert tensor parallelism" if tensor > 1 else ""
+    head += f", {copies} {'copy' if copies == 1 else 'copies'}"
+    rows = [f"  {'expert rank':<14}{'experts':<14}ranks of stage 0"]
+    for rank in _shown(parallel.expert):
+        if rank is None:
+            rows.append("  ...")
+            continue
+        held = f"{rank * each}-{(rank + 1) * each - 1}" if each > 1 else f"{rank}"
+        ranks = [
+            "..." if copy is None else _span(copy * width + rank * tensor, tensor)
+            for copy in _shown(copies)
+        ]
+        rows.append(f"  {rank:<14}{held:<14}{' '.join(ranks)}")
+    return "\n".join([head, *rows])
+
+
+def _shown(count: int, *, most: int = 8) -> list[int | None]:
+    """Numbers below ``count``; of many the first three, None and the last."""
+    return list(range(count)) if count <= most else [0, 1, 2, None, count - 1]
+
+
+def _span(first: int, count: int) -> str:
+    return f"{first}" if count == 1 else f"{first}-{first + count - 1}"

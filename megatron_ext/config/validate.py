@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_ext.config.expert_rules import expert_problems
 from megatron_ext.config.layout import (
     VOCAB_MULTIPLE,
     LayerKind,
@@ -18,6 +19,7 @@ from megatron_ext.config.schema import (
     AttentionBackend,
     AttentionPattern,
     Device,
+    ExpertBackend,
     Gate,
     KdaBackend,
     KernelBackend,
@@ -57,6 +59,7 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
         _run(config),
         _model(config),
         balance_problems(config),
+        expert_problems(config, world_size),
         _parallel(config, world_size),
         _data(config),
     )
@@ -96,22 +99,24 @@ def _run(config: RunConfig) -> Iterator[Problem]:
             "run.deterministic=true does (nearest model.kda.backend=dense)",
             ("model.kda.require", "model.kda.backend", "run.deterministic"),
         )
-    nondeterministic = {
-        "model.kda.backend": (KdaBackend.fla, "reference, dense, auto"),
-        "model.mla.backend": (AttentionBackend.transformer_engine, "sdpa, auto"),
-    }
-    on_a_gpu = nondeterministic | {
-        "model.kernels.backend": (KernelBackend.triton, "reference, dense, auto"),
-    }
-    for key, (backend, allowed) in on_a_gpu.items():
-        deterministic = key not in nondeterministic
-        if config.run.deterministic and not deterministic and value_of(config, key) is backend:
+    # Key, backend, whether it is deterministic, what is allowed instead.
+    on_gpus = (
+        ("model.kernels.backend", KernelBackend.triton, True, "reference, dense, auto"),
+        ("model.kda.backend", KdaBackend.fla, False, "reference, dense, auto"),
+        ("model.mla.backend", AttentionBackend.transformer_engine, False, "sdpa, auto"),
+        ("model.experts.backend", ExpertBackend.grouped_mm, True, "loop, auto"),
+        ("model.experts.backend", ExpertBackend.transformer_engine, False, "loop, auto"),
+    )
+    for key, backend, deterministic, allowed in on_gpus:
+        if value_of(config, key) is not backend:
+            continue
+        if config.run.deterministic and not deterministic:
             yield Problem(
                 f"{key}={backend.name}: is not deterministic, and run.deterministic=true was "
                 f"given (allowed {allowed}; or run.deterministic=false)",
                 ("run.deterministic", key),
             )
-        if config.run.device is Device.cpu and value_of(config, key) is backend:
+        if config.run.device is Device.cpu:
             yield Problem(
                 f"{key}={backend.name}: needs a GPU, and run.device=cpu was given "
                 f"(allowed {allowed}; or run.device=auto)",
@@ -164,13 +169,6 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             "tokenizer's own size, rounded up)",
             ("model.vocab_size",),
         )
-    if expert_layers(model) and config.run.mode is not Mode.plan:
-        yield Problem(
-            f"model.first_dense_layers={model.first_dense_layers}: makes expert layers, which this "
-            f"version can plan but not {config.run.mode.name} (allowed null, that is every layer "
-            "dense; or run.mode=plan)",
-            ("model.first_dense_layers", "model.num_layers", "run.mode"),
-        )
 
 
 def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
@@ -182,6 +180,8 @@ def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
     if kinds & {LayerKind.mla, LayerKind.gated}:
         divided["model.mla.num_heads"] = model.mla.num_heads
     divided["model.feed_forward_size"] = model.feed_forward_size
+    if expert_layers(model) and model.experts.shared_feed_forward_size:
+        divided["model.experts.shared_feed_forward_size"] = model.experts.shared_feed_forward_size
     # A vocabulary that is not known yet is some multiple of 128.
     divided["model.vocab_size"] = model.vocab_size or VOCAB_MULTIPLE
     wrong = [key for key, size in divided.items() if size % parallel.tensor]
@@ -205,12 +205,6 @@ def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
             ("parallel.sequence", "parallel.tensor"),
         )
     yield from _context(config)
-    for key in ("expert", "expert_tensor"):
-        size = getattr(parallel, key)
-        if size > 1:
-            yield Problem(
-                f"parallel.{key}={size}: is not in this version (allowed 1)", (f"parallel.{key}",)
-            )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield Problem(
             f"parallel.virtual_pipeline={parallel.virtual_pipeline}: needs parallel.pipeline > 1, "

@@ -28,6 +28,7 @@ class SituFeedForward(ShardedModule):
         beta: bound of the gate branch; None: none.
         linear_beta: bound of the linear branch; None: none.
         kernels: backend of the activation; None takes the defaults.
+        key: configuration key that `feed_forward_size` comes from, for messages.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SituFeedForward(ShardedModule):
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
         name: str | None = None,
+        key: str = "model.feed_forward_size",
     ) -> None:
         tp_group = tensor_group(pg_collection)
         super().__init__(config, tp_group=tp_group)
@@ -53,7 +55,7 @@ class SituFeedForward(ShardedModule):
             out_features=feed_forward_size,
             parts=2,
             tp_group=tp_group,
-            key="model.feed_forward_size",
+            key=key,
         )
         self.fc2 = row_parallel(
             config,

@@ -31,8 +31,21 @@ PARTS = {
     "mla": "gated MLA",
     "gated": "KDA and gated MLA under a gate",
     "feed_forward": "dense feed-forward",
+    "router": "routers",
+    "latent": "latent projections and norms",
+    "experts": "routed experts",
+    "shared": "shared experts",
     "norms": "layer and final norms",
     "head": "output head",
+}
+# Modules of a mixture of experts, by the part that they belong to.
+MIXTURE = {
+    "router": "router",
+    "down": "latent",
+    "norm": "latent",
+    "up": "latent",
+    "experts": "experts",
+    "shared": "shared",
 }
 KDA_CHUNK = 64  # tokens; of the chunk-wise form whose work is counted
 
@@ -43,18 +56,16 @@ class Counts:
 
     Attributes:
         total: all that were counted.
-        active: those a token meets in a matrix product or a norm: all but the input embedding,
-            of which it reads one row.
+        active: those a token meets in a matrix product or a norm: all but the input embedding, of
+            which it reads one row, and top-k of the routed experts.
         by_part: keys of `PARTS`, those present only, in that order. They add up to `total`.
         layers: number of layers of each part that counts by layer.
-        missing_layers: layers whose feed-forward is a mixture of experts, which is not counted.
     """
 
     total: int
     active: int
     by_part: dict[str, int]
     layers: dict[str, int]
-    missing_layers: int
 
 
 def count_parameters(config: RunConfig, vocab_size: int) -> Counts:
@@ -114,21 +125,20 @@ def _count(
     sums = dict.fromkeys(PARTS, 0)
     for chunk, numbers in zip(chunks, layers, strict=True):
         for name, parameter in chunk.named_parameters():
-            part = _part(name, kinds, numbers)
-            if part == "feed_forward" and _layer(name, numbers) in experts:
-                continue
-            sums[part] += parameter.numel()
+            sums[_part(name, kinds, numbers)] += parameter.numel()
     here = [number for numbers in layers for number in numbers]
     by_layer = {kind.name: sum(kinds[n] is kind for n in here) for kind in LayerKind}
     by_layer["feed_forward"] = sum(n not in experts for n in here)
+    by_layer |= dict.fromkeys(MIXTURE.values(), sum(n in experts for n in here))
     by_part = {part: number for part, number in sums.items() if number}
     total = sum(by_part.values())
+    # All experts of a layer are alike, so the sum divides.
+    idle = sums["experts"] // model.experts.num_experts * model.experts.top_k - sums["experts"]
     return Counts(
         total=total,
-        active=total - by_part.get("embedding", 0),
+        active=total - sums["embedding"] + idle,
         by_part=by_part,
-        layers={part: number for part, number in by_layer.items() if number},
-        missing_layers=sum(n in experts for n in here),
+        layers={part: layers for part, layers in by_layer.items() if part in by_part and layers},
     )
 
 
@@ -145,7 +155,7 @@ def _part(name: str, kinds: Sequence[LayerKind], numbers: Sequence[int]) -> str:
     if fields[:2] == ["decoder", "layers"] and fields[3] == "self_attention":
         return kinds[_layer(name, numbers)].name
     if fields[:2] == ["decoder", "layers"] and fields[3] == "mlp":
-        return "feed_forward"
+        return MIXTURE.get(fields[4], "feed_forward")
     return "norms"
 
 
@@ -158,14 +168,14 @@ def flops_per_token(model: ModelOptions, *, vocab_size: int, sequence_length: in
     - The chunk-wise KDA core: see `kda_core_flops`. The short convolution: 2 a tap and channel.
     - Norms, activations, gates, the embedding's look-up and the optimizer are left out.
 
-    Expert layers (`model.first_dense_layers`) count without their feed-forward.
+    - An expert layer: the router, both latent projections, top-k routed experts, the shared one.
 
     Args:
         model: sizes.
         vocab_size: padded size.
         sequence_length: S, in tokens.
     """
-    dense = 6.0 * feed_forward_weights(model)
+    dense, mixture = 6.0 * feed_forward_weights(model), 6.0 * active_expert_weights(model)
     experts = expert_layers(model)
     flops = 6.0 * model.hidden_size * vocab_size
     for number, kind in enumerate(layer_kinds(model)):
@@ -177,14 +187,25 @@ def flops_per_token(model: ModelOptions, *, vocab_size: int, sequence_length: in
             flops += mla_core_flops(model.mla, sequence_length=sequence_length)
         if kind is LayerKind.gated:
             flops += 6.0 * model.hidden_size  # the gate that mixes the two, one value a token
-        if number not in experts:
-            flops += dense
+        flops += mixture if number in experts else dense
     return flops
 
 
 def feed_forward_weights(model: ModelOptions) -> int:
     """Weights of the three matrices of one dense gated feed-forward."""
     return 3 * model.hidden_size * model.feed_forward_size
+
+
+def active_expert_weights(model: ModelOptions) -> int:
+    """Weights of the matrices that a token meets in the feed-forward of one expert layer."""
+    hidden, experts = model.hidden_size, model.experts
+    latent = experts.latent_size or hidden
+    return (
+        hidden * experts.num_experts
+        + (2 * hidden * latent if experts.latent_size else 0)
+        + experts.top_k * 3 * latent * experts.feed_forward_size
+        + 3 * hidden * experts.shared_feed_forward_size
+    )
 
 
 def kda_weights(options: KdaOptions, *, hidden_size: int) -> int:

@@ -25,6 +25,10 @@ FREE = {
     "model.kda.require",
     "model.mla.backend",
     "model.mla.require",
+    "model.experts.router_matmul",
+    "model.experts.dispatcher",
+    "model.experts.backend",
+    "model.experts.require",
 }
 
 

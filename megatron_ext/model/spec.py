@@ -13,13 +13,14 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megatron_ext.config.layout import LayerKind, layer_kinds, stage_layers
-from megatron_ext.config.schema import ModelOptions, RunConfig
+from megatron_ext.config.layout import LayerKind, expert_layers, layer_kinds, stage_layers
+from megatron_ext.config.schema import BalanceOptions, ModelOptions, RunConfig
 from megatron_ext.layers.core_attention import attention_class
 from megatron_ext.layers.feed_forward import SituFeedForward
 from megatron_ext.layers.gated_mla import GatedMLA, GatedMlaSubmodules
 from megatron_ext.layers.hybrid import GatedHybrid, GatedHybridSubmodules
 from megatron_ext.layers.kda import KimiDeltaAttention
+from megatron_ext.layers.latent_moe import LatentMoE
 from megatron_ext.layers.norms import RMSNorm
 
 
@@ -43,8 +44,34 @@ def attention_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
     )
 
 
-def layer_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
-    """One pre-norm layer: x + attention(norm(x)), then x + feed-forward(norm(x))."""
+def feed_forward_spec(model: ModelOptions, balance: BalanceOptions | None) -> partial:
+    """The feed-forward of one layer: a mixture of experts with a balancing rule, else dense."""
+    if balance is None:
+        return partial(
+            SituFeedForward,
+            feed_forward_size=model.feed_forward_size,
+            beta=model.situ_beta,
+            linear_beta=model.situ_linear_beta,
+            kernels=model.kernels,
+        )
+    return partial(
+        LatentMoE,
+        options=model.experts,
+        balance=balance,
+        beta=model.situ_beta,
+        linear_beta=model.situ_linear_beta,
+        kernels=model.kernels,
+    )
+
+
+def layer_spec(
+    model: ModelOptions, *, kind: LayerKind, balance: BalanceOptions | None = None
+) -> ModuleSpec:
+    """One pre-norm layer: x + attention(norm(x)), then x + feed-forward(norm(x)).
+
+    Args:
+        balance: for a layer of experts, how their load is levelled; None for a dense one.
+    """
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -52,13 +79,7 @@ def layer_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
             self_attention=attention_spec(model, kind=kind),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=partial(
-                SituFeedForward,
-                feed_forward_size=model.feed_forward_size,
-                beta=model.situ_beta,
-                linear_beta=model.situ_linear_beta,
-                kernels=model.kernels,
-            ),
+            mlp=feed_forward_spec(model, balance),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -83,9 +104,16 @@ def block_spec(
         raise ValueError(
             f"the TransformerConfig has {tc.num_layers} layers, the model {config.model.num_layers}"
         )
-    kinds = layer_kinds(config.model)
+    kinds, experts = layer_kinds(config.model), expert_layers(config.model)
     layers = stage_layers(config.parallel, config.model.num_layers)[pipeline_rank][virtual_stage]
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config.model, kind=kinds[layer]) for layer in layers],
+        layer_specs=[
+            layer_spec(
+                config.model,
+                kind=kinds[layer],
+                balance=config.balance if layer in experts else None,
+            )
+            for layer in layers
+        ],
         layer_norm=RMSNorm,
     )

@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ext.config.layout import sequence_parallel, stage_layers
+from megatron_ext.config.layout import expert_layers, sequence_parallel, stage_layers
 from megatron_ext.config.schema import (
     AttentionPattern,
     Precision,
@@ -79,6 +79,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         moe_permute_fusion=False,
         moe_router_fusion=False,
         moe_grouped_gemm=False,
+        **_experts(config),
         **_recompute(config.train.recompute),
     )
 
@@ -136,6 +137,23 @@ def pipeline_layout(config: RunConfig) -> list[list[str]] | None:
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")
     return chunks
+
+
+def _experts(config: RunConfig) -> dict[str, Any]:
+    """What megatron-core's token dispatchers and schedules ask for; its router is not used."""
+    if not expert_layers(config.model):
+        return {}
+    experts, parallel = config.model.experts, config.parallel
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": experts.feed_forward_size,
+        "moe_token_dispatcher_type": experts.dispatcher.value,
+        # The balancers are ours; this keeps megatron-core from starting one of its own.
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+    }
 
 
 def _recompute(recompute: Recompute) -> dict[str, Any]:

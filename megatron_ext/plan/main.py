@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_ext.config.layout import draw, padded_vocab_size
+from megatron_ext.config.layout import draw, draw_experts, padded_vocab_size
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.tokenizers import load_tokenizer
 from megatron_ext.errors import ConfigError
@@ -50,7 +50,8 @@ def plan(config: RunConfig) -> int:
         f"Plan of {config.model.name} on {world_size:,} ranks",
         draw(config, world_size),
         describe(parallel, world_size),
-        parameters_table(counts, first_dense_layers=config.model.first_dense_layers),
+        *filter(None, [draw_experts(config, world_size)]),
+        parameters_table(counts),
         stages_table(count_stages(config, vocab_size), tensor=parallel.tensor),
         work_table(config, world_size=world_size, flops=flops),
     ]
@@ -58,8 +59,8 @@ def plan(config: RunConfig) -> int:
     return 0
 
 
-def parameters_table(counts: Counts, *, first_dense_layers: int | None) -> str:
-    """One row a part of the model, the sums below, and what is missing from them."""
+def parameters_table(counts: Counts) -> str:
+    """One row a part of the model, and the sums below."""
     from megatron_ext.model.count import PARTS
 
     lines = ["parameters of one copy of the model"]
@@ -67,17 +68,11 @@ def parameters_table(counts: Counts, *, first_dense_layers: int | None) -> str:
         layers = counts.layers.get(part)
         each = f"  {layers} x {human(number / layers)}" if layers else ""
         lines.append(f"  {PARTS[part]:<32}{number:>20,}{each}")
-    lines.append(f"  {'total':<32}{counts.total:>20,}  {human(counts.total)}")
+    lines.append(f"  {'total':<32}{counts.total:>20,}  {human(counts.total, digits=5)}")
     lines.append(
-        f"  {'active, without input embedding':<32}{counts.active:>20,}  {human(counts.active)}"
+        f"  {'active, without input embedding':<32}{counts.active:>20,}  "
+        + human(counts.active, digits=5)
     )
-    if counts.missing_layers:
-        lines += [
-            f"  NOT COUNTED: the experts' part. The feed-forward of {counts.missing_layers} layers "
-            f"(model.first_dense_layers={first_dense_layers})",
-            "  is a mixture of experts, which this version does not build. Total, active and FLOPs "
-            "are without it.",
-        ]
     return "\n".join(lines)
 
 
@@ -112,10 +107,10 @@ def work_table(config: RunConfig, *, world_size: int, flops: float) -> str:
     return "\n".join(["work", *(f"  {name:<24}{text}" for name, text in rows)])
 
 
-def human(value: float, *, unit: str = "") -> str:
-    """Four digits and a unit of a thousand: 443.7 M, 2.78 T. FLOPs take G for a billion."""
+def human(value: float, *, unit: str = "", digits: int = 4) -> str:
+    """Some digits and a unit of a thousand: 443.7 M, 2.78 T. FLOPs take G for a billion."""
     for size, letter in UNITS:
         if value >= size:
             letter = "G" if unit and letter == "B" else letter
-            return f"{value / size:.4g} {letter}{unit}"
-    return f"{value:.4g} {unit}".rstrip()
+            return f"{value / size:.{digits}g} {letter}{unit}"
+    return f"{value:.{digits}g} {unit}".rstrip()

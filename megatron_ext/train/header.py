@@ -6,11 +6,12 @@ import platform
 
 import torch
 
-from megatron_ext.config.layout import draw
+from megatron_ext.config.layout import draw, expert_layers
 from megatron_ext.config.schema import Precision
 from megatron_ext.model.count import count_parameters, flops_per_token
 from megatron_ext.observe.console import human_count
 from megatron_ext.observe.run_files import versions
+from megatron_ext.ops.grouped_mlp import resolve_backend as expert_backend
 from megatron_ext.ops.kda import resolve_backend as kda_backend
 from megatron_ext.ops.situ import resolve_backend as situ_backend
 from megatron_ext.optim.build import group_table
@@ -31,7 +32,17 @@ def backends(state: TrainState) -> dict[str, str]:
         torch.bfloat16 if bf16 else torch.float32,
         width=model.feed_forward_size // state.config.parallel.tensor,
     )
-    return {"kda": chosen.value, "situ": situ.value, "communication": state.runtime.backend}
+    named = {"kda": chosen.value, "situ": situ.value}
+    if expert_layers(model):
+        experts, ranks = model.experts, state.config.parallel.expert_tensor
+        named["experts"] = expert_backend(
+            experts.backend,
+            device,
+            dtype=state.tc.params_dtype,
+            widths=(experts.latent_size or model.hidden_size, experts.feed_forward_size // ranks),
+            require=experts.require,
+        ).value
+    return {**named, "communication": state.runtime.backend}
 
 
 def header_lines(state: TrainState, found: Found, *, restored: str) -> list[str]:

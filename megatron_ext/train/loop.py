@@ -45,7 +45,7 @@ def run_loop(state: TrainState, metrics: Metrics, checkpointer: Checkpointer) ->
         if last or (every and state.tokens // every > tokens // every):
             evaluation = metrics.evaluation(state.step, state.tokens, held_out_loss(state))
             values |= evaluation
-        metrics.step(state.step, values)
+        metrics.step(state.step, values, loads=state.loads)
         begin = time.perf_counter()
         every = config.checkpoint.interval
         if last or (every and state.step % every == 0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from megatron_ext.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ext.model import same
 from megatron_ext.model.build import build_chunks, choose_vocab_size
 from megatron_ext.model.init import initialize
+from megatron_ext.ops.quantile import LayerLoad
 from megatron_ext.optim.build import build_optimizer
 from megatron_ext.parallel.mcore_config import ddp_config, transformer_config
 from megatron_ext.parallel.mesh import build_mesh
 from megatron_ext.parallel.runtime import Runtime
+from megatron_ext.train import balance
 
 
 @dataclass
@@ -32,6 +34,8 @@ class TrainState:
         chunks: model chunks of this pipeline rank, wrapped for data parallelism.
         tokens: tokens consumed; the data position and the learning rate follow from it.
         first_evaluation: held-out loss before the first step, in nats; None if not measured.
+        loads: what the experts of each layer were given in the last step, on the host; the same on
+            every rank. Empty before the first step and without experts.
     """
 
     config: RunConfig
@@ -48,6 +52,7 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     first_evaluation: float | None = None
+    loads: list[LayerLoad] = field(default_factory=list)
 
     @property
     def sources(self) -> list[str]:
@@ -107,7 +112,7 @@ def build_state(config: RunConfig, runtime: Runtime, *, run_id: str = "") -> Tra
         for number, chunk in enumerate(chunks)
     ]
     optimizer = build_optimizer(config, wrapped, mesh)
-    connect(tc, wrapped, optimizer)
+    connect(tc, wrapped, optimizer, mesh)
     return TrainState(
         config=config,
         runtime=runtime,
@@ -127,10 +132,18 @@ def connect(
     tc: TransformerConfig,
     chunks: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
+    mesh: ProcessGroupCollection,
 ) -> None:
     """Tell megatron-core's schedules how gradients are scaled, reduced and finished."""
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        # The statistics of experts travel while the gradients do.
+        reduction = balance.start(chunks, mesh, sequence_parallel=tc.sequence_parallel)
+        finalize_model_grads(*args, **kwargs)
+        reduction.finish()
+
     tc.grad_scale_func = optimizer.scale_loss
-    tc.finalize_model_grads_func = finalize_model_grads
+    tc.finalize_model_grads_func = finalize
     ddp = chunks[0].ddp_config
     if ddp.overlap_grad_reduce:
         hooks = [chunk.no_sync for chunk in chunks]

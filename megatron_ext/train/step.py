@@ -22,6 +22,7 @@ from megatron_ext.errors import TrainingHalted
 from megatron_ext.layers.output_head import losses_of
 from megatron_ext.optim.build import set_learning_rate
 from megatron_ext.optim.schedule import learning_rate
+from megatron_ext.train import balance
 from megatron_ext.train.share import Share, packed_documents
 from megatron_ext.train.state import TrainState
 
@@ -95,6 +96,7 @@ def train_step(state: TrainState) -> dict[str, float]:
     _, grad_norm, _ = state.optimizer.step()
     grad_norm = float(grad_norm)
     _must_be_finite("gradient norm", grad_norm, state)
+    state.loads = balance.update(state.chunks, state.mesh)
     state.step += 1
     state.tokens += config.train.batch_tokens
     seconds = time.perf_counter() - start

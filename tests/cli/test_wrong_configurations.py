@@ -99,20 +99,34 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "experts": (
-        ["model=k3"],
-        ["model.first_dense_layers=1: makes expert layers, which this version can plan but not "],
+        [
+            "model=k3",
+            "parallel.expert=12",
+            "parallel.expert_tensor=5",
+            "model.experts.top_k=900",
+            "model.experts.backend=grouped_mm",
+        ],
+        [
+            "model.experts.top_k=900: must be at most model.experts.num_experts=896 (nearest 896)",
+            "model.experts.backend=grouped_mm: takes bfloat16 only, and run.precision=fp32 was ",
+            "parallel.expert=12: must divide model.experts.num_experts=896 (allowed 1, 2, 4, 7, ",
+            "parallel.expert_tensor=5: must divide model.experts.feed_forward_size=3072 (allowed ",
+        ],
     ),
-    "not_in_this_version": (
+    "experts_of_a_dense_model": (
+        ["model.first_dense_layers=null", "parallel.expert=4", "parallel.expert_tensor=2"],
         [
-            "parallel.expert=4",
-            "parallel.expert_tensor=2",
-            "model.first_dense_layers=1",
+            "parallel.expert=4: there are no layers of experts to spread (allowed 1; or model.",
+            "parallel.expert_tensor=2: there are no layers of experts to spread (allowed 1; or ",
         ],
-        [
-            "model.first_dense_layers=1: makes expert layers, which this version can plan but not ",
-            "parallel.expert=4: is not in this version (allowed 1)",
-            "parallel.expert_tensor=2: is not in this version (allowed 1)",
-        ],
+    ),
+    "no_layer_left_for_experts": (
+        ["model.first_dense_layers=6"],
+        ["model.first_dense_layers=6: must be less than model.num_layers=6 (nearest 5; or null"],
+    ),
+    "shared_expert_over_tensor_ranks": (
+        ["parallel.tensor=4", "model.experts.shared_feed_forward_size=90"],
+        ["parallel.tensor=4: must divide model.experts.shared_feed_forward_size=90 (allowed 1, 2"],
     ),
     "context": (
         ["parallel.context=8", "data.sequence_length=16", "run.mode=generate"],
@@ -185,9 +199,9 @@ def test_every_mistake_of_a_command_line_is_listed(name: str) -> None:
 
 
 def test_mistakes_of_every_kind_are_reported_together() -> None:
-    words = ["model=nanno", "train.stepz=1", "train.steps=abc", "parallel.expert=2", "+foo=1"]
+    words = ["model=nanno", "train.stepz=1", "train.steps=abc", "run.name=a/b", "+foo=1"]
     text = "\n".join(problems(words))
-    for part in ("model=nanno", "train.stepz", "train.steps=abc", "parallel.expert=2", "foo: "):
+    for part in ("model=nanno", "train.stepz", "train.steps=abc", "run.name=", "foo: "):
         assert part in text
 
 

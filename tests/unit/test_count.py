@@ -11,6 +11,7 @@ from megatron_ext.config.compose import compose
 from megatron_ext.config.schema import (
     AttentionPattern,
     Device,
+    ExpertOptions,
     Gate,
     KdaOptions,
     MlaOptions,
@@ -47,24 +48,36 @@ def kimi_k3() -> RunConfig:
     return compose(["run.mode=plan", "model=k3"])
 
 
-def test_kimi_k3_has_the_published_sizes_of_its_dense_and_attention_parts() -> None:
+def test_kimi_k3_has_its_published_sizes() -> None:
     counts = count.count_parameters(kimi_k3(), 163840)
-    # facts of the released model: 443.74 M a KDA layer, 232.20 M a gated-MLA layer, 726.7 M the
-    # dense feed-forward; given to 5 and 4 digits
-    assert counts.layers == {"kda": 69, "mla": 24, "feed_forward": 1}
+    # facts of the released model: 2.7795 T in all, 104.19 B active, 443.74 M a KDA layer, 232.20 M
+    # a gated-MLA layer, 726.7 M the dense feed-forward, 33.03 M an expert
+    assert counts.total == pytest.approx(2.7795e12, abs=0.5e8)
+    assert counts.active == pytest.approx(104.19e9, abs=0.5e7)
+    mixture = dict.fromkeys(("router", "latent", "experts", "shared"), 92)
+    assert counts.layers == {"kda": 69, "mla": 24, "feed_forward": 1, **mixture}
+    assert counts.by_part["experts"] == 92 * 896 * 3 * 3584 * 3072
+    assert counts.by_part["latent"] == 92 * (2 * 7168 * 3584 + 3584)
+    assert counts.by_part["shared"] == 92 * 3 * 7168 * 6144
+    assert counts.by_part["router"] == 92 * 896 * 7168
     assert counts.by_part["kda"] / 69 == pytest.approx(443.74e6, abs=0.005e6)
     assert counts.by_part["mla"] / 24 == pytest.approx(232.20e6, abs=0.005e6)
     assert counts.by_part["feed_forward"] == 3 * 7168 * 33792
     assert counts.by_part["embedding"] == counts.by_part["head"] == 163840 * 7168
     assert counts.by_part["norms"] == (2 * 93 + 1) * 7168
-    assert counts.missing_layers == 92
     assert counts.total == sum(counts.by_part.values())
-    assert counts.active == counts.total - counts.by_part["embedding"]
 
 
-def test_stages_add_up_to_the_model() -> None:
+EXPERTS = ExpertOptions(
+    num_experts=6, top_k=2, latent_size=4, feed_forward_size=10, shared_feed_forward_size=14
+)
+MIXED = replace(BUILDABLE, first_dense_layers=1, experts=EXPERTS)
+
+
+@pytest.mark.parametrize("model", [BUILDABLE, MIXED], ids=["dense", "experts"])
+def test_stages_add_up_to_the_model(model: ModelOptions) -> None:
     parallel = ParallelOptions(pipeline=2, virtual_pipeline=2)
-    config = RunConfig(model=replace(BUILDABLE, num_layers=7), parallel=parallel)
+    config = RunConfig(model=replace(model, num_layers=7), parallel=parallel)
     whole = count.count_parameters(config, 128)
     stages = count.count_stages(config, 128)
     assert len(stages) == 2
@@ -85,6 +98,24 @@ def test_tensor_parallel_ranks_hold_a_half_and_what_is_replicated() -> None:
     latents = mla.q_lora_rank + mla.kv_lora_rank
     replicated_mla = (latents + mla.qk_rope_head_dim) * 8 + latents  # down maps, latent norms
     assert 2 * rank.by_part["mla"] - whole.by_part["mla"] == replicated_mla
+
+
+def test_expert_parallel_ranks_hold_their_experts_and_all_of_the_rest() -> None:
+    whole = count.count_parameters(RunConfig(model=MIXED), 128)
+    parallel = ParallelOptions(expert=3, expert_tensor=2)
+    (rank,) = count.count_stages(RunConfig(model=MIXED, parallel=parallel), 128)
+    assert rank.by_part.pop("experts") * 6 == whole.by_part.pop("experts")
+    assert rank.by_part == whole.by_part
+
+
+def test_active_parameters_are_those_of_top_k_experts() -> None:
+    whole = count.count_parameters(RunConfig(model=MIXED), 128)
+    dense = count.count_parameters(
+        RunConfig(model=replace(MIXED, experts=replace(EXPERTS, num_experts=2))), 128
+    )
+    routers = 8 * (6 - 2)  # four scores less
+    assert whole.active == dense.active + routers
+    assert whole.total == dense.total + routers + 4 * 3 * 4 * 10
 
 
 KDA_FORMS = {
@@ -145,6 +176,15 @@ def test_flops_of_a_tiny_model_equal_the_hand_count() -> None:
     scores = 3 * 2 * 2 * (4 + 2 + 3) * 136 / 16
     by_hand = 6 * weights + recurrence + convolution + scores
     assert count.flops_per_token(TINY, vocab_size=128, sequence_length=16) == by_hand
+
+
+def test_flops_of_an_expert_layer_equal_the_hand_count() -> None:
+    router, latent = 8 * 6, 2 * 8 * 4
+    routed, shared = 2 * 3 * 4 * 10, 3 * 8 * 14
+    mixture = count.flops_per_token(MIXED, vocab_size=128, sequence_length=16)
+    dense = count.flops_per_token(BUILDABLE, vocab_size=128, sequence_length=16)
+    # the second of two layers is one; the first stays dense
+    assert mixture - dense == 6 * (router + latent + routed + shared - 3 * 8 * 12)
 
 
 def test_the_kda_core_has_the_published_work_a_head() -> None:

@@ -71,10 +71,10 @@ def test_drawing_shows_ranks_stages_and_kinds() -> None:
     assert draw(config, 8).splitlines() == [
         "8 ranks = data 2 x pipeline 2 x context 1 x tensor 2+sequence x virtual 2",
         "  stage 0.0 layer 0        embedding K",
-        "  stage 0.1 layers 3-4     M K",
-        "  stage 1.0 layers 1-2     K K",
-        "  stage 1.1 layer 5        M head",
-        "  K KDA, M gated MLA",
+        "  stage 0.1 layers 3-4     Me Ke",
+        "  stage 1.0 layers 1-2     Ke Ke",
+        "  stage 1.1 layer 5        Me head",
+        "  K KDA, M gated MLA, e experts",
     ]
 
 

@@ -1,0 +1,80 @@
+"""Rules between options of mixtures of experts. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_ext.config.layout import expert_layers, model_parallel_size
+from megatron_ext.config.problem import Problem
+from megatron_ext.config.ranges import divisors, nearest, nearest_multiples
+from megatron_ext.config.schema import ExpertBackend, Mode, Precision, RunConfig
+
+
+def expert_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
+    """What is wrong with experts and how they are spread. Single values are in their ranges.
+
+    Args:
+        world_size: ranks of the job or of the plan; None: not known.
+    """
+    model, parallel, experts = config.model, config.parallel, config.model.experts
+    first = model.first_dense_layers
+    if first is not None and first >= model.num_layers:
+        yield Problem(
+            f"model.first_dense_layers={first}: must be less than model.num_layers="
+            f"{model.num_layers} (nearest {model.num_layers - 1}; or null, that is every layer "
+            "dense)",
+            ("model.first_dense_layers", "model.num_layers"),
+        )
+    if not expert_layers(model):
+        for key in ("expert", "expert_tensor"):
+            size = getattr(parallel, key)
+            if size > 1:
+                yield Problem(
+                    f"parallel.{key}={size}: there are no layers of experts to spread (allowed 1; "
+                    "or model.first_dense_layers=1, which makes all layers but the first such)",
+                    (f"parallel.{key}", "model.first_dense_layers"),
+                )
+        return
+    if experts.top_k > experts.num_experts:
+        yield Problem(
+            f"model.experts.top_k={experts.top_k}: must be at most model.experts.num_experts="
+            f"{experts.num_experts} (nearest {experts.num_experts})",
+            ("model.experts.top_k", "model.experts.num_experts"),
+        )
+    if experts.backend is ExpertBackend.grouped_mm and config.run.precision is Precision.fp32:
+        yield Problem(
+            "model.experts.backend=grouped_mm: takes bfloat16 only, and run.precision=fp32 was "
+            "given (allowed loop, auto; or run.precision=bf16)",
+            ("model.experts.backend", "run.precision"),
+        )
+    spread = {"expert": "num_experts", "expert_tensor": "feed_forward_size"}
+    wrong = False
+    for key, name in spread.items():
+        size, count = getattr(parallel, key), getattr(experts, name)
+        if count % size:
+            wrong, allowed = True, divisors(count)
+            yield Problem(
+                f"parallel.{key}={size}: must divide model.experts.{name}={count} (allowed "
+                f"{', '.join(map(str, allowed))}; nearest {nearest(size, allowed)})",
+                (f"parallel.{key}", f"model.experts.{name}"),
+            )
+    needed = parallel.expert * parallel.expert_tensor * parallel.pipeline
+    dense = model_parallel_size(parallel)
+    # A number of ranks that the dense part cannot use is reported for that.
+    if not wrong and world_size is not None and world_size % dense == 0 and world_size % needed:
+        planned = config.run.mode is Mode.plan
+        given = f"plan.world_size={world_size}" if planned else f"ranks={world_size}"
+        both = math.lcm(needed, dense)
+        yield Problem(
+            f"{given}: must be a multiple of expert {parallel.expert} x expert_tensor "
+            f"{parallel.expert_tensor} x pipeline {parallel.pipeline} = {needed} "
+            f"(nearest {nearest_multiples(world_size, both)}"
+            + (")" if planned else "; torchrun --nproc-per-node sets it)"),
+            (
+                "plan.world_size",
+                "parallel.expert",
+                "parallel.expert_tensor",
+                "parallel.pipeline",
+            ),
+        )

@@ -1,0 +1,129 @@
+"""The router: scores in float32, selection through a balancing rule, weights without its bias.
+
+Shapes: s sequence (this rank's part), b batch, h hidden, T = s * b tokens, E experts, k a token.
+
+    score = sigmoid(W x)                                   float32, on the full hidden state
+    taken = the balancer's choice of k experts             top-k of score + bias for most rules
+    weight = scaling * score / (sum of taken scores)       the bias never enters
+
+Source: Kimi K3 report, equation 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.config.schema import BalanceOptions, ExpertOptions
+from megatron_ext.layers.balance import Selection, TokenGroup, build_balancer
+from megatron_ext.layers.initializers import parameter
+from megatron_ext.layers.linears import ShardedModule, tensor_group
+from megatron_ext.ops.router import router_logits
+
+# Given the layer's 0-based number and the map bool [T, E] that was chosen: the map to use.
+RouteHook = Callable[[int, Tensor], Tensor]
+
+
+class BalancedRouter(ShardedModule):
+    """Fits the `router` slot of megatron-core's MoELayer, and our own LatentMoE.
+
+    The weight [E, h] is replicated over tensor parallel ranks. It sees this rank's tokens: with
+    sequence parallelism another part on every rank (its gradients are summed), without it the same
+    tokens on all of them (its gradients are whole).
+
+    Statistics are taken in training with gradients enabled: not in evaluation, and once under
+    recomputation (whose first pass runs without gradients). Padding is in none of them.
+
+    Args:
+        options: number of experts, top-k, scaling, precision of the matrix product.
+        balance: the rule.
+        pg_collection: process groups; None takes megatron-core's.
+        is_mtp_layer: given by megatron-core, not needed.
+
+    Attributes:
+        balancer: state of the rule; `train.balance` updates it once a step.
+        hook: replaces the map that was chosen, when set: `layers.replay`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        options: ExpertOptions,
+        balance: BalanceOptions,
+        pg_collection: ProcessGroupCollection | None = None,
+        is_mtp_layer: bool = False,
+    ) -> None:
+        super().__init__(config, tp_group=tensor_group(pg_collection))
+        self.options = options
+        self.weight = parameter(
+            options.num_experts,
+            config.hidden_size,
+            dtype=config.params_dtype,
+            sequence_parallel=config.sequence_parallel,
+        )
+        self.balancer = build_balancer(
+            balance, num_experts=options.num_experts, top_k=options.top_k
+        )
+        self.layer = 0
+        self.hook: RouteHook | None = None
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Called by megatron-core with the 1-based number of the layer."""
+        self.layer = layer_number - 1
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Route this rank's tokens.
+
+        Args:
+            hidden_states: [s, b, h].
+            padding_mask: bool [s, b], True for padding, which no expert takes; None: no padding.
+
+        Returns:
+            Weights [T, E], float32 or wider, 0 where not taken, and the map bool [T, E].
+        """
+        length, batch = hidden_states.shape[:2]
+        valid = None if padding_mask is None else ~padding_mask.reshape(-1)
+        flat = hidden_states.reshape(length * batch, -1)
+        logits = router_logits(flat, self.weight, precision=self.options.router_matmul)
+        scores = torch.sigmoid(logits)
+        tokens = self._tokens(length, batch, device=scores.device)
+        selection = self._select(scores.detach(), valid, tokens)
+        if self.hook is not None:
+            selection = replace(selection, map=self.hook(self.layer, selection.map))
+        counted = self.training and torch.is_grad_enabled()
+        if counted:
+            self.balancer.observe(scores.detach(), selection, valid=valid, tokens=tokens)
+        taken = scores * selection.map
+        weights = taken / (taken.sum(-1, keepdim=True) + 1e-20) * self.options.scaling
+        if counted:
+            loss = self.balancer.auxiliary_loss(scores, selection.map, valid=valid, tokens=tokens)
+            if loss is not None:
+                # Adds the loss's gradient to the backward pass, scaled as the token losses are;
+                # what is reported stays without it.
+                weights = MoEAuxLossAutoScaler.apply(weights, loss)
+        return weights, selection.map
+
+    def _tokens(self, length: int, batch: int, *, device: torch.device) -> TokenGroup:
+        split = self.config.sequence_parallel and self.tp_group.size() > 1
+        first = self.tp_group.rank() * length if split else 0
+        places = torch.arange(first, first + length, device=device)
+        return TokenGroup(
+            group=self.tp_group if split else None,
+            positions=places.repeat_interleave(batch),
+        )
+
+    @torch.no_grad()
+    def _select(self, scores: Tensor, valid: Tensor | None, tokens: TokenGroup) -> Selection:
+        selection = self.balancer.select(scores, valid=valid, tokens=tokens)
+        if valid is None:
+            return selection
+        return replace(selection, map=selection.map & valid.unsqueeze(-1))

@@ -1,0 +1,131 @@
+"""The feed-forward of many experts at once, on rows sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config.schema import ExpertBackend, KernelOptions
+from megatron_ext.errors import ConfigError
+from megatron_ext.ops.grouped_mlp import fused
+from megatron_ext.ops.grouped_mlp.loop import LoopLinear
+from megatron_ext.ops.grouped_mlp.reference import grouped_mlp_reference
+from megatron_ext.ops.situ import situ_glu
+
+__all__ = ["grouped_mlp", "grouped_mlp_reference", "resolve_backend"]
+
+
+def resolve_backend(
+    backend: ExpertBackend,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    widths: Iterable[int],
+    require: bool = False,
+) -> ExpertBackend:
+    """The backend that will run: what is asked for where it can, else ``loop``.
+
+    Args:
+        backend: what the configuration asks for; ``auto`` is grouped_mm on a GPU.
+        device: of the tensors.
+        dtype: of rows and weights.
+        widths: latent width and width inside an expert, as they are on a rank.
+        require: make a fallback an error.
+
+    Returns:
+        ``loop`` or ``grouped_mm``.
+
+    Raises:
+        ConfigError: ``require``, and the backend asked for (on a GPU: the fast one) cannot run.
+    """
+    if backend is ExpertBackend.loop:
+        return backend
+    reason = fused.misfit(device, dtype, widths)
+    if reason is None:
+        return ExpertBackend.grouped_mm
+    if require and (backend is ExpertBackend.grouped_mm or device.type == "cuda"):
+        raise ConfigError(
+            f"model.experts.backend={backend.name}: with model.experts.require=true grouped_mm "
+            f"must run, and cannot: {reason} (allowed model.experts.backend=loop, or "
+            "model.experts.require=false)"
+        )
+    return ExpertBackend.loop
+
+
+def grouped_mlp(
+    x: Tensor,
+    counts: Tensor,
+    scale: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    *,
+    beta: float | None,
+    linear_beta: float | None,
+    kernels: KernelOptions | None = None,
+    backend: ExpertBackend = ExpertBackend.auto,
+    require: bool = False,
+) -> Tensor:
+    """W2_e [ scale * SiTU_GLU(W1_e x) ] where expert e takes the next ``counts[e]`` rows.
+
+    The weight of a row is applied before the second map instead of after it, which is the same up
+    to rounding (the map is linear) and needs no second tensor of its output.
+
+    Args:
+        x: [M, L], rows of the same expert next to each other, in the order of experts.
+        counts: integer [E] on the CPU or x's device, rows of each expert; adds up to M.
+        scale: [M], the router's weight of each row, float32 or wider.
+        fc1: [E, 2, F, L], gate and up.
+        fc2: [E, L, F].
+        beta: bound of the gate branch of SiTU-GLU; None: none.
+        linear_beta: bound of its linear branch; None: none.
+        kernels: backend of the activation; None takes the defaults.
+        backend: which implementation of the matrix products.
+        require: make a fallback of the backend an error.
+
+    Returns:
+        [M, L] in the dtype of ``x``. Experts without rows get gradients of zero.
+
+    Raises:
+        ValueError: shapes do not fit.
+        ConfigError: ``require``, and the backend asked for cannot run here.
+    """
+    experts, _, width, latent = fc1.shape
+    if fc2.shape != (experts, latent, width) or x.shape[1:] != (latent,) or fc1.shape[1] != 2:
+        raise ValueError(
+            f"grouped_mlp: given x {tuple(x.shape)}, fc1 {tuple(fc1.shape)} and fc2 "
+            f"{tuple(fc2.shape)}, allowed [M, L], [E, 2, F, L] and [E, L, F]"
+        )
+    if counts.shape != (experts,) or scale.shape != x.shape[:1]:
+        raise ValueError(
+            f"grouped_mlp: given counts {tuple(counts.shape)} and scale {tuple(scale.shape)}, "
+            f"allowed ({experts},) and ({x.shape[0]},)"
+        )
+    chosen = resolve_backend(
+        backend, x.device, dtype=x.dtype, widths=(latent, width), require=require
+    )
+    # The kernel has no case without rows; the loop makes the zero gradients.
+    fast = chosen is ExpertBackend.grouped_mm and x.shape[0] > 0
+    ends, sizes = torch.empty(0), []
+    if fast:
+        ends = counts.to(x.device, non_blocking=True).cumsum(0).to(torch.int32)
+    else:
+        sizes = counts.tolist()
+
+    def linear(rows: Tensor, weight: Tensor) -> Tensor:
+        if fast:
+            return fused.fused_linear(rows, weight, ends)
+        out: Tensor = LoopLinear.apply(rows, weight, sizes)  # type: ignore[no-untyped-call]
+        return out
+
+    kernels = kernels or KernelOptions()
+    hidden = situ_glu(
+        linear(x, fc1.flatten(1, 2)),
+        beta=beta,
+        linear_beta=linear_beta,
+        scale=scale,
+        backend=kernels.backend,
+        require=kernels.require,
+    )
+    return linear(hidden, fc2)

@@ -1,0 +1,75 @@
+"""The experts' feed-forward: the loop against the formula, and groups without rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.config.schema import ExpertBackend
+from megatron_ext.errors import ConfigError
+from megatron_ext.ops.grouped_mlp import grouped_mlp, grouped_mlp_reference, resolve_backend
+
+BOUNDS = {"beta": 4.0, "linear_beta": 25.0}
+
+
+def inputs(counts: list[int], *, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    rows, experts, latent, width = sum(counts), len(counts), 5, 7
+    x = torch.randn(rows, latent, dtype=dtype, requires_grad=True)
+    scale = torch.rand(rows, dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
+    fc1 = torch.randn(experts, 2, width, latent, dtype=dtype, requires_grad=True)
+    fc2 = torch.randn(experts, latent, width, dtype=dtype, requires_grad=True)
+    return x, torch.tensor(counts), scale, fc1, fc2
+
+
+def test_the_loop_is_the_formula_forward_and_backward() -> None:
+    leaves = inputs([3, 0, 4, 1])
+    ours = grouped_mlp(*leaves, **BOUNDS, backend=ExpertBackend.loop)
+    truth = grouped_mlp_reference(*leaves, **BOUNDS)
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)  # order of sums in float64
+    direction = torch.randn_like(truth)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    for got, expected in zip(
+        torch.autograd.grad(ours, wanted, direction),
+        torch.autograd.grad(truth, wanted, direction),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("counts", [[0, 2, 0], [0, 0, 0]])
+def test_experts_without_rows_get_zero_gradients(counts: list[int]) -> None:
+    # What the allocator hands out next was full of NaN: an unset gradient would show.
+    for _ in range(8):
+        torch.full((3, 2, 7, 5), float("nan"))
+    x, sizes, scale, fc1, fc2 = inputs(counts, dtype=torch.float32)
+    grouped_mlp(x, sizes, scale, fc1, fc2, **BOUNDS).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    for weight in (fc1, fc2):
+        assert weight.grad is not None
+        for expert, count in enumerate(counts):
+            assert bool(weight.grad[expert].any()) == bool(count)
+
+
+def test_the_weight_of_a_row_may_stand_before_or_after_the_second_map() -> None:
+    x, counts, scale, fc1, fc2 = inputs([2, 3])
+    before = grouped_mlp(x, counts, scale, fc1, fc2, **BOUNDS)
+    after = grouped_mlp(x, counts, torch.ones_like(scale), fc1, fc2, **BOUNDS) * scale[:, None]
+    torch.testing.assert_close(before, after, rtol=1e-12, atol=1e-12)
+
+
+def test_a_backend_that_cannot_run_is_an_error_if_required() -> None:
+    cpu = {"device": torch.device("cpu"), "dtype": torch.float32, "widths": (8, 8)}
+    assert resolve_backend(ExpertBackend.auto, **cpu) is ExpertBackend.loop
+    assert resolve_backend(ExpertBackend.auto, **cpu, require=True) is ExpertBackend.loop
+    with pytest.raises(ConfigError, match=r"model\.experts\.backend=grouped_mm.*CUDA"):
+        resolve_backend(ExpertBackend.grouped_mm, **cpu, require=True)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    x, counts, scale, fc1, fc2 = inputs([2, 3])
+    with pytest.raises(ValueError, match="counts"):
+        grouped_mlp(x, counts[:1], scale, fc1, fc2, **BOUNDS)
+    with pytest.raises(ValueError, match="fc2"):
+        grouped_mlp(x, counts, scale, fc1, fc2[:1], **BOUNDS)
