@@ -199,7 +199,7 @@ class ExpertOptions:
     num_experts: int = option(16, "Routed experts of a layer")
     top_k: int = option(4, "Experts a token", unit="experts")
     latent_size: int | None = option(
-        64, "Width at which routed experts work; null: at hidden_size, without projections"
+        64, "Width at which routed experts work; null: hidden_size, no projections"
     )
     latent_norm: bool = option(True, "RMS norm over the latent sum of experts")
     feed_forward_size: int = option(64, "Width inside a routed expert")
