@@ -331,7 +331,7 @@ class TrainOptions:
     micro_batch_size: int = option(1, "Sequences of a micro-batch", unit="sequences")
     recompute: Recompute = option(Recompute.none, "What the backward pass computes again")
     loss_chunk_tokens: int | None = option(
-        None, "Tokens whose logits exist at once; default: as many as take 256 MiB", unit="tokens"
+        None, "Tokens whose logits exist at once; default: 256 MiB of them", unit="tokens"
     )
 
 

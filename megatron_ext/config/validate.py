@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_ext.config.expert_rules import expert_problems
 from megatron_ext.config.layout import (
     VOCAB_MULTIPLE,
     LayerKind,
@@ -28,6 +27,7 @@ from megatron_ext.config.schema import (
     Schedule,
 )
 from megatron_ext.config.validate_balance import balance_problems
+from megatron_ext.config.validate_experts import expert_problems
 from megatron_ext.errors import ConfigError
 
 FLA_LARGEST_HEAD = 256
