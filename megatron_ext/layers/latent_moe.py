@@ -16,6 +16,7 @@ over experts and before the up-projection, so the overall size of the weights do
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -38,7 +39,7 @@ from megatron_ext.layers.linears import DuplicatedLinear, ShardedModule
 from megatron_ext.layers.norms import RMSNorm
 from megatron_ext.layers.router import BalancedRouter
 
-GROUPS = ["tp", "ep", "expt_tp", "tp_ep", "expt_dp"]
+GROUPS = ["tp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "expt_dp"]
 
 
 class AnyNumberAlltoAll(MoEAlltoAllTokenDispatcher):
@@ -170,14 +171,17 @@ class LatentMoE(ShardedModule):
         # share of them to the experts, and hands the others what came back.
         shared_out = self.config.sequence_parallel or self.tp_group.size() == 1
         rows = latent.flatten(0, 1)
+        tokens = rows.shape[0]
         if not shared_out:
+            missing = -tokens % self.tp_group.size()  # rows that no expert takes
+            rows, weights, chosen = (F.pad(x, (0, 0, 0, missing)) for x in (rows, weights, chosen))
             rows, weights = (self._scatter(x) for x in (rows, weights))
             chosen = self._my_part(chosen, rows.shape[0])
         rows = self._through_experts(rows, weights, chosen)
         if not shared_out:
             rows = tensor_parallel.gather_from_sequence_parallel_region(
                 rows, tensor_parallel_output_grad=False, group=self.tp_group
-            )
+            )[:tokens]
         out = rows.view_as(latent)
         if self.norm is not None:
             out = self.norm(out)

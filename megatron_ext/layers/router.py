@@ -23,9 +23,10 @@ from torch import Tensor
 from megatron_ext.config.schema import BalanceOptions, ExpertOptions
 from megatron_ext.layers.balance import Selection, TokenGroup, build_balancer
 from megatron_ext.layers.initializers import parameter
-from megatron_ext.layers.linears import ShardedModule, tensor_group
+from megatron_ext.layers.linears import ShardedModule
 from megatron_ext.ops.router import router_logits
 
+GROUPS = ["tp", "cp", "tp_cp"]
 # Given the layer's 0-based number and the map bool [T, E] that was chosen: the map to use.
 RouteHook = Callable[[int, Tensor], Tensor]
 
@@ -60,8 +61,12 @@ class BalancedRouter(ShardedModule):
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
     ) -> None:
-        super().__init__(config, tp_group=tensor_group(pg_collection))
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=GROUPS)
+        super().__init__(config, tp_group=pg_collection.tp)
         self.options = options
+        # The ranks that share a sequence out among them, in its order.
+        self.sharing = pg_collection.tp_cp if config.sequence_parallel else pg_collection.cp
         self.weight = parameter(
             options.num_experts,
             config.hidden_size,
@@ -113,11 +118,10 @@ class BalancedRouter(ShardedModule):
         return weights, selection.map
 
     def _tokens(self, length: int, batch: int, *, device: torch.device) -> TokenGroup:
-        split = self.config.sequence_parallel and self.tp_group.size() > 1
-        first = self.tp_group.rank() * length if split else 0
+        first = self.sharing.rank() * length
         places = torch.arange(first, first + length, device=device)
         return TokenGroup(
-            group=self.tp_group if split else None,
+            group=self.sharing if self.sharing.size() > 1 else None,
             positions=places.repeat_interleave(batch),
         )
 

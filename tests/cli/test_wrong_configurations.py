@@ -76,10 +76,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "gate_and_ranges": (
-        ["model.kda.lower_bound=-9", "parallel.expert=2", "parallel.virtual_pipeline=2"],
+        ["model.kda.lower_bound=-9", "model.experts.top_k=20", "parallel.virtual_pipeline=2"],
         [
             "model.kda.lower_bound=-9: must be in [-5, 0) for model.kda.gate=bounded",
-            "parallel.expert=2: is not in this version (allowed 1)",
+            "model.experts.top_k=20: must be at most model.experts.num_experts=16",
             "parallel.virtual_pipeline=2: needs parallel.pipeline > 1, got 1",
         ],
     ),
