@@ -211,7 +211,7 @@ class KimiDeltaAttention(ShardedModule):
             self.dt_bias.view(heads, options.head_dim),
         )
         if group is not None:
-            return context_kda(
+            o, _ = context_kda(
                 *inputs,
                 gate=options.gate,
                 lower_bound=options.lower_bound,
@@ -221,6 +221,7 @@ class KimiDeltaAttention(ShardedModule):
                 backend=options.backend,
                 require=options.require,
             )
+            return o
         o, _ = kda(
             *inputs,
             gate=options.gate,

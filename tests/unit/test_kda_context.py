@@ -63,7 +63,7 @@ def over_ranks(
             name: (x[:, start:end] if name in SHARDED else x).clone().requires_grad_()
             for name, x in inputs.items()
         }
-        o = context_kda(
+        o, final = context_kda(
             *(leaves[name] for name in SHARDED),
             leaves.get("A_log"),
             leaves["dt_bias"],
@@ -75,11 +75,17 @@ def over_ranks(
             backend=backend,
         )
         grads = torch.autograd.grad(o, list(leaves.values()), upstream[:, start:end])
-        return {"o": o.detach()} | {f"d_{n}": g for n, g in zip(leaves, grads, strict=True)}
+        states = {"final": final} if group.rank() == ranks - 1 else {}
+        assert not final.requires_grad
+        return (
+            {"o": o.detach()} | {f"d_{n}": g for n, g in zip(leaves, grads, strict=True)} | states
+        )
 
     parts = run_ranks(ranks, part)
     whole = {"o", *(f"d_{name}" for name in SHARDED)}
-    return {
+    # The last document ends on the last rank.
+    last = {"final": parts[-1]["final"][-1:] if case.offsets else parts[-1]["final"]}
+    return last | {
         name: torch.cat([p[name] for p in parts], 1)
         if name in whole
         else torch.stack([p[name] for p in parts]).sum(0)
@@ -98,7 +104,8 @@ def on_one_rank(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         dtype=torch.float64,
         state_matters=False,
     )
-    return {k: v for k, v in got.items() if k not in ("final", "d_initial_state")}
+    got["final"] = got["final"][-1:] if case.offsets else got["final"]
+    return {k: v for k, v in got.items() if k != "d_initial_state"}
 
 
 def problem(case: Case) -> dict[str, Tensor]:

@@ -158,7 +158,7 @@ def context_kda(
     cu_seqlens: Tensor | None = None,
     backend: KdaBackend = KdaBackend.auto,
     require: bool = False,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """``kda`` of a sequence whose consecutive parts lie on the ranks of a group.
 
     Collective, and so is its backward pass: states travel in one all-gather each (``exchange``).
@@ -177,7 +177,9 @@ def context_kda(
         require: make a fallback of the backend an error.
 
     Returns:
-        Output of this rank's tokens [B, T, H, V] in the dtype of ``v``.
+        Output of this rank's tokens [B, T, H, V] in the dtype of ``v``; the state after each
+        document of this rank [N or B, H, K, V], float32 or float64, for statistics: it has no
+        gradient.
 
     Raises:
         ConfigError, ValueError: as ``kda``.

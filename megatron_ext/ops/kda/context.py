@@ -48,7 +48,7 @@ def chunk_context_kda(
     cu_seqlens: Tensor | None,
     continued: bool,
     group: dist.ProcessGroup,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """``dense.chunk_kda`` of the whole sequence, for this rank's part. Collective, as its backward.
 
     Args:
@@ -59,7 +59,8 @@ def chunk_context_kda(
         group: ranks in the order of the sequence.
 
     Returns:
-        [B, T, H, V] in the dtype of ``v``.
+        Output [B, T, H, V] in the dtype of ``v``; the state after each document of this rank
+        [N or B, H, K, V], without a gradient.
     """
     batch, tokens, _, _ = q.shape
     dtype = compute_dtype(q)
@@ -73,7 +74,7 @@ def chunk_context_kda(
         order = layout.order.tolist()
         places = [order.index(0), order.index(len(lengths) - 1)]
     chunks = (to_chunks(x.to(dtype), layout=layout) for x in (q, k, v, g, beta.unsqueeze(-1)))
-    out = _ContextKda.apply(  # type: ignore[no-untyped-call]
+    out, final = _ContextKda.apply(  # type: ignore[no-untyped-call]
         *chunks,
         layout.active,
         lower_bound,
@@ -83,7 +84,9 @@ def chunk_context_kda(
         continued,
         group,
     )
-    return from_chunks(out, layout=layout, batch=batch, tokens=tokens).to(v.dtype)
+    if layout.order is not None:
+        final = torch.empty_like(final).index_copy(0, layout.order, final)
+    return from_chunks(out, layout=layout, batch=batch, tokens=tokens).to(v.dtype), final
 
 
 class _ContextKda(torch.autograd.Function):
@@ -104,7 +107,7 @@ class _ContextKda(torch.autograd.Function):
         last: slice,
         continued: bool,
         group: dist.ProcessGroup,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         prepared = prepare(q, k, v, g, beta, lower_bound=lower_bound)
         parts, w = prepared.parts, prepared.w
         initial = q.new_zeros(documents, q.shape[1], q.shape[3], v.shape[3])
@@ -117,13 +120,14 @@ class _ContextKda(torch.autograd.Function):
         received = first_state(left[last], transition, group=group)
         if continued:
             initial[first] = received
-        states, new, _ = sweep(w, prepared.u, parts.k_out, parts.decay, initial, active=active)
+        states, new, final = sweep(w, prepared.u, parts.k_out, parts.decay, initial, active=active)
         out = outputs(prepared, states, new)
+        ctx.mark_non_differentiable(final)
         ctx.options = (active, lower_bound, documents, first, last, continued, group)
         ctx.has_transition = transition is not None
         kept = () if transition is None else (transition,)
         ctx.save_for_backward(q, k, v, g, beta, states, new, *prepared.saved(), *kept)
-        return out
+        return out, final
 
     @staticmethod
     @once_differentiable
@@ -158,7 +162,7 @@ def any_context_kda(
     documents: int,
     continued: bool,
     group: dist.ProcessGroup,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """``context_kda`` around a backend that only knows initial and final states.
 
     It runs three times forward (its own state and transition, then the output) and is run again
@@ -170,11 +174,14 @@ def any_context_kda(
         documents: on this rank, or rows of the batch without documents.
         continued: the first document began on an earlier rank.
         group: ranks in the order of the sequence.
+
+    Returns:
+        As ``chunk_context_kda``.
     """
-    out: Tensor = _AnyContextKda.apply(  # type: ignore[no-untyped-call]
+    out, final = _AnyContextKda.apply(  # type: ignore[no-untyped-call]
         core, documents, continued, group, *inputs
     )
-    return out
+    return out, final
 
 
 class _AnyContextKda(torch.autograd.Function):
@@ -186,7 +193,7 @@ class _AnyContextKda(torch.autograd.Function):
         continued: bool,
         group: dist.ProcessGroup,
         *inputs: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         q, k, v, *rest = inputs
         assert q is not None
         assert v is not None
@@ -206,10 +213,12 @@ class _AnyContextKda(torch.autograd.Function):
         received = first_state(left[documents - chained :].to(dtype), transition, group=group)
         if continued:
             initial[:chained] = received
-        out, _ = core(q, k, v, *rest, initial)
+        out, final = core(q, k, v, *rest, initial)
+        assert final is not None
+        ctx.mark_non_differentiable(final)
         ctx.core, ctx.continued, ctx.group, ctx.chained = core, continued, group, chained
         ctx.save_for_backward(initial, transition, *inputs)
-        return out
+        return out, final
 
     @staticmethod
     @once_differentiable
