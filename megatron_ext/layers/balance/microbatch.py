@@ -51,11 +51,11 @@ class _MicrobatchRule(Balancer):
         sums = torch.zeros(num_experts + 1, dtype=torch.float64, device=self.device)
         self.register_buffer("sums", sums, persistent=False)
 
-    def add(self, value: Tensor, *, valid: Tensor | None) -> None:
-        """Count a micro-batch's value [E], unless it has no valid token."""
-        some = torch.ones((), device=value.device) if valid is None else valid.any()
+    def add(self, value: Tensor, *, rows: int, valid: Tensor | None) -> None:
+        """Count a micro-batch's value [E], unless it has no valid token among its rows."""
+        some = torch.full((), rows > 0, device=value.device) if valid is None else valid.any()
         # Not a product with zero: the value is infinite where there is no token.
-        self.sums[:-1] += torch.where(some > 0, value.double(), 0.0)
+        self.sums[:-1] += torch.where(some, value.double(), 0.0)
         self.sums[-1] += some
 
     def statistics(self) -> list[Tensor]:
@@ -97,7 +97,8 @@ class MicrobatchMeanRule(_MicrobatchRule):
         margins = gather_rows(margins, tokens.group)
         if valid is not None:
             valid = gather_rows(valid, tokens.group)
-        self.add(quantile_exact(margins, top_k=self.top_k, valid=valid), valid=valid)
+        value = quantile_exact(margins, top_k=self.top_k, valid=valid)
+        self.add(value, rows=len(margins), valid=valid)
 
     @torch.no_grad()
     def update(self, layer: int) -> LayerLoad:
@@ -153,7 +154,7 @@ class ThresholdRule(_MicrobatchRule):
         super().observe(scores, selection, valid=valid, tokens=tokens)
         if valid is not None:
             valid = gather_rows(valid, tokens.group)
-        self.add(selection.cutoff, valid=valid)
+        self.add(selection.cutoff, rows=len(scores), valid=valid)
 
     @torch.no_grad()
     def update(self, layer: int) -> LayerLoad:

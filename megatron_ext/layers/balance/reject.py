@@ -71,9 +71,9 @@ class RejectRule(Balancer):
         if not self.options.refill:
             map, cutoff = select_top_k(scores, self.top_k, positions=tokens.positions)
             return Selection(map & ~rejected, cutoff)
-        # Below every score that is not rejected, in the same order: where too few are left, the
-        # least bad rejected ones, so that a token always has k experts.
-        ranked = torch.where(rejected, scores - 2, scores)
+        # Where too few are left, those that reject it least: below all that do not reject it, in
+        # the order of the distance to the threshold, so that a token always has k experts.
+        ranked = torch.where(rejected, scores - self.threshold - 1, scores)
         return Selection(*select_top_k(ranked, self.top_k, positions=tokens.positions))
 
     def _draw(self, scores: Tensor, tokens: TokenGroup) -> Tensor:
