@@ -89,7 +89,7 @@ def _read(path: Path, request: dict[Any, Any]) -> dict[Any, Any]:
         loaded = dist_checkpointing.load(request, str(path), validate_access_integrity=False)
     except (CheckpointException, CheckpointingException, OSError, RuntimeError) as error:
         problem.append(_damaged(path, error))
-    _raise_together(path, problem)
+    raise_together(path, problem)
     return loaded
 
 
@@ -119,7 +119,7 @@ def _agree_on(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         problem.append(str(error))
     except Exception as error:  # Damaged pickles raise anything.
         problem.append(_damaged(path, error))
-    _raise_together(path, problem)
+    raise_together(path, problem)
     return extra, stored
 
 
@@ -135,7 +135,7 @@ def _check_sizes(path: Path) -> None:
             raise OSError(f"{name} has {found} bytes, not the {size} that were written")
 
 
-def _raise_together(path: Path, problems: list[str]) -> None:
+def raise_together(path: Path, problems: list[str]) -> None:
     """Raise on all ranks what any rank found, each line once."""
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, problems[: SHOWN + 1])
@@ -234,4 +234,4 @@ def _check(
         )
         if not is_asked and not optional:
             problems.append(f"not in the model: {name}")
-    _raise_together(path, sorted(problems))
+    raise_together(path, sorted(problems))

@@ -21,6 +21,7 @@ EXTRA = "extra.json"
 # Written last by megatron-core's saver, inside the temporary folder.
 COMPLETE = "metadata.json"
 RESERVED = "checkpoint"
+FORMAT = 1  # of `extra.json` and the names of tensors
 
 
 def step_name(step: int) -> str:

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ext.checkpoint import paths, rng, state
 from megatron_ext.errors import CheckpointError
 
-FORMAT = 1
 T = TypeVar("T")
 
 
@@ -104,7 +103,7 @@ class Checkpointer:
         if paths.RESERVED in extra:
             raise ValueError(f"extra may not have the key {paths.RESERVED!r}")
         ours = {
-            "format": FORMAT,
+            "format": paths.FORMAT,
             "step": step,
             "optimizer_step": state.optimizer_step(optimizer),
             "layout": state.layout(chunks, self._mesh),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,23 @@ def resolve_paths(config: RunConfig, cwd: Path) -> None:
         source.path = os.path.abspath(shipped if shipped.exists() and not here.exists() else here)
     if config.checkpoint.load is not None:
         config.checkpoint.load = os.path.abspath(cwd / os.path.expanduser(config.checkpoint.load))
+
+
+def from_keys(values: Mapping[str, Any]) -> RunConfig:
+    """The schema's defaults with some keys set; neither presets nor rules have a say.
+
+    Raises:
+        ConfigError: a key does not exist, or its value is of a wrong type.
+    """
+    config = OmegaConf.structured(RunConfig)
+    try:
+        for key, value in values.items():
+            OmegaConf.update(config, key, value, force_add=False)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    result = OmegaConf.to_object(config)
+    assert isinstance(result, RunConfig)
+    return result
 
 
 def to_container(config: RunConfig) -> dict[str, Any]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_ext.checkpoint.load import load
-from megatron_ext.checkpoint.paths import find, read_extra
+from megatron_ext.checkpoint.weights import load_weights
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.tokenizers import load_tokenizer
 from megatron_ext.errors import ConfigError
 from megatron_ext.inference.generate import sample
 from megatron_ext.model.build import build_chunks, choose_vocab_size
-from megatron_ext.model.same import check_same
 from megatron_ext.parallel.mcore_config import transformer_config
 from megatron_ext.parallel.mesh import build_mesh
 from megatron_ext.parallel.runtime import start, stop
@@ -44,12 +41,10 @@ def generate(config: RunConfig) -> int:
             config.parallel, seed=config.run.seed, timeout_seconds=config.run.timeout_seconds
         )
         tokenizer = load_tokenizer(config.data.tokenizer)
-        path = find(Path(str(config.run.dir)), chosen=config.checkpoint.load)
-        check_same(read_extra(path), config.model, tokenizer=tokenizer.fingerprint)
         tc = transformer_config(config)
         vocab_size = choose_vocab_size(config, tokenizer.vocab_size)
         chunks = build_chunks(config, tc, mesh, vocab_size=vocab_size)
-        extra = load(path, chunks, None, mesh)
+        path, extra = load_weights(config, chunks, mesh, tokenizer=tokenizer.fingerprint)
         model = chunks[0].eval()
         tokens = sample(
             next_logits(model, device=runtime.device, size=tokenizer.vocab_size),

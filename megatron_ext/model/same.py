@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
+from megatron_ext.config.compose import from_keys
 from megatron_ext.config.keys import table
 from megatron_ext.config.schema import ModelOptions, RunConfig
 from megatron_ext.config.validate import value_of
@@ -38,6 +41,21 @@ def remember(model: ModelOptions) -> dict[str, str]:
     keys = [key for key in table() if key.startswith("model.") and key not in FREE]
     values = {key: value_of(config, key) for key in keys}
     return {key: str(getattr(value, "name", value)) for key, value in values.items()}
+
+
+def recall(extra: Mapping[str, Any]) -> RunConfig:
+    """The options that `remember` kept, with defaults for the rest.
+
+    Raises:
+        ConfigError: an option is not one of ours.
+    """
+    keys, values = table(), dict[str, Any]()
+    for key, text in extra["model"].items():
+        # Numbers, lists and truth values; names of enumerations stay text.
+        values[key] = (
+            None if text == "None" else text if keys[key].allowed else yaml.safe_load(text)
+        )
+    return from_keys(values)
 
 
 def check_same(extra: Mapping[str, Any], model: ModelOptions, *, tokenizer: str) -> None:

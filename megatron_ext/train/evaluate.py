@@ -10,11 +10,9 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_ext.checkpoint.load import load
-from megatron_ext.checkpoint.paths import find, read_extra
+from megatron_ext.checkpoint.weights import load_weights
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import evaluation_batches
-from megatron_ext.model.same import check_same
 from megatron_ext.observe.console import evaluation_rows
 from megatron_ext.parallel.runtime import start, stop
 from megatron_ext.train.state import TrainState, build_state
@@ -80,10 +78,10 @@ def restore_weights(state: TrainState) -> Path:
         CheckpointError: there is none.
         ConfigError: it is of another model.
     """
-    config = state.config
-    path = find(Path(str(config.run.dir)), chosen=config.checkpoint.load)
-    check_same(read_extra(path), config.model, tokenizer=state.tokenizer.fingerprint)
-    state.restore(load(path, state.chunks, None, state.mesh))
+    path, extra = load_weights(
+        state.config, state.chunks, state.mesh, tokenizer=state.tokenizer.fingerprint
+    )
+    state.restore(extra)
     return path
 
 

@@ -1,0 +1,1 @@
+"""Checkpoints in and out of the Hugging Face layout of Kimi K3 and Kimi Linear."""
