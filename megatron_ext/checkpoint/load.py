@@ -72,10 +72,12 @@ def load(
     for (part, index), tensor in (_read(path, later) if later else {}).items():
         loaded["optimizer"][part][index]["fp32_param"] = tensor
     for index, chunk in enumerate(chunks):
+        # Of a chunk or rank without parameters nothing comes back.
+        values = loaded.get("model", {}).get(f"chunk_{index}", {})
         # Not strict: buffers and extra states that a backend adds need not be in a checkpoint.
-        state.unwrap(chunk).load_state_dict(loaded["model"][f"chunk_{index}"], strict=False)
+        state.unwrap(chunk).load_state_dict(values, strict=False)
     if optimizer is not None:
-        state.fill_optimizer(optimizer, loaded["optimizer"])
+        state.fill_optimizer(optimizer, loaded.get("optimizer", {}))
         state.set_optimizer_step(optimizer, int(ours["optimizer_step"]))
     if "rng" in request:
         rng.restore(loaded["rng"])

@@ -157,7 +157,7 @@ def fill_optimizer(
 ) -> None:
     """Put loaded tensors, shaped as `optimizer_state` gave them, into the optimizer."""
     for number, part in enumerate(optimizer_parts(optimizer)):
-        entries = loaded[f"part_{number}"]
+        entries = loaded.get(f"part_{number}", {})
         if isinstance(part, DistributedOptimizer):
             for index, param in enumerate(_sharded_parameters(part)):
                 entries[index].setdefault("fp32_param", param.detach())

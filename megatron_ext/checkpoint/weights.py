@@ -41,9 +41,9 @@ def load_weights(
     """
     path = find(Path(str(config.run.dir)), chosen=config.checkpoint.load)
     if not is_folder(path):
-        check_same(read_extra(path), config.model, tokenizer=tokenizer)
+        check_same(read_extra(path), config, tokenizer=tokenizer)
         return path, load(path, chunks, None, mesh)
     theirs = from_keys(read_architecture(path / "config.json"))
-    check_same({"model": remember(theirs.model)}, config.model, tokenizer=tokenizer)
+    check_same({"model": remember(theirs)}, config, tokenizer=tokenizer)
     load_folder(path, chunks, mesh)
     return path, {"step": 0, "tokens": 0}

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.config.overrides import Checked, check_overrides
 from megatron_ext.config.problem import Problem
-from megatron_ext.config.schema import KdaBackend, RunConfig
+from megatron_ext.config.schema import AttentionResidualBackend, KdaBackend, RunConfig
 from megatron_ext.config.validate import find_problems
 from megatron_ext.errors import ConfigError
 
@@ -72,6 +72,8 @@ def compose(
     if config.run.deterministic and config.model.kda.backend is KdaBackend.auto:
         # What `auto` takes on a GPU, fla, is not deterministic.
         config.model.kda.backend = KdaBackend.dense
+    if config.run.deterministic and config.residual.backend is AttentionResidualBackend.auto:
+        config.residual.backend = AttentionResidualBackend.dense
     if checked.problems:
         raise ConfigError(checked.problems)
     return config

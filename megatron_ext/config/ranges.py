@@ -83,6 +83,7 @@ RANGES: dict[str, Range] = {
     "balance.rejection_probability": Range(low=0, high=1, low_open=True),
     "balance.running_decay": Range(low=0, high=1, high_open=True),
     "residual.block_size": COUNT,
+    "residual.query_std": AMOUNT,
     "parallel.tensor": COUNT,
     "parallel.pipeline": COUNT,
     "parallel.virtual_pipeline": COUNT,

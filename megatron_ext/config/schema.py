@@ -274,9 +274,22 @@ class BalanceOptions:
 @dataclass
 class ResidualOptions:
     kind: ResidualKind = option(ResidualKind.standard, "What a sublayer reads")
-    block_size: int = option(12, "Layers of a block", unit="layers")
+    block_size: int = option(
+        12,
+        "Layers whose outputs are summed to one source (kind=block) or share (kind=shared)",
+        unit="layers",
+    )
+    fp32: bool = option(False, "Keep the sums over layers in float32, also between stages")
+    query_std: float = option(
+        0.0, "Standard deviation of initial pseudo-queries; 0: all sources alike at first"
+    )
+    cache_sources: bool = option(
+        True, "Interleaved stages keep block sums they have seen, and send new ones only"
+    )
     backend: AttentionResidualBackend = option(
-        AttentionResidualBackend.auto, "Kernel of the mix over sources"
+        AttentionResidualBackend.auto,
+        "Kernel of the mix over sources; auto: fla on a GPU that has it, else (and if "
+        "deterministic) dense",
     )
     require: bool = option(False, "Make a fallback of the backend an error")
 

@@ -28,6 +28,7 @@ from megatron_ext.config.schema import (
 )
 from megatron_ext.config.validate_balance import balance_problems
 from megatron_ext.config.validate_experts import expert_problems
+from megatron_ext.config.validate_residual import residual_problems
 from megatron_ext.errors import ConfigError
 
 FLA_LARGEST_HEAD = 256
@@ -64,6 +65,8 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
         _data(config),
     )
     problems = [problem for rule in rules for problem in rule]
+    if not any("parallel.stage_layers" in problem.keys for problem in problems):
+        problems += residual_problems(config)
     return problems + list(_batch(config, world_size)) + list(_optim(config))
 
 

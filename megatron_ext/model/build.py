@@ -12,6 +12,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.output_head import OutputHead
 from megatron_ext.model.spec import block_spec
+from megatron_ext.parallel.pipeline import SourceCache
 
 
 def build_chunks(
@@ -53,9 +54,9 @@ def _build(
     rank = get_pg_rank(mesh.pp)
     virtual_stages = config.parallel.virtual_pipeline
     last_rank = config.parallel.pipeline - 1
-    chunks = []
+    chunks, cache = [], SourceCache()
     for virtual in range(virtual_stages):
-        spec = block_spec(config, tc, pipeline_rank=rank, virtual_stage=virtual)
+        spec = block_spec(config, tc, pipeline_rank=rank, virtual_stage=virtual, cache=cache)
         chunk = GPTModel(
             config=tc,
             transformer_layer_spec=spec,

@@ -35,6 +35,7 @@ PARTS = {
     "latent": "latent projections and norms",
     "experts": "routed experts",
     "shared": "shared experts",
+    "residual": "attention residuals",
     "norms": "layer and final norms",
     "head": "output head",
 }
@@ -156,6 +157,8 @@ def _part(name: str, kinds: Sequence[LayerKind], numbers: Sequence[int]) -> str:
         return kinds[_layer(name, numbers)].name
     if fields[:2] == ["decoder", "layers"] and fields[3] == "mlp":
         return MIXTURE.get(fields[4], "feed_forward")
+    if fields[-1] in ("query", "key_weight"):
+        return "residual"
     return "norms"
 
 
@@ -166,7 +169,8 @@ def flops_per_token(model: ModelOptions, *, vocab_size: int, sequence_length: in
     - Causal softmax attention: query t meets t keys, on average (S + 1) / 2, in two products of
       widths K and V; 3 x for training. Documents inside a sequence are not subtracted.
     - The chunk-wise KDA core: see `kda_core_flops`. The short convolution: 2 a tap and channel.
-    - Norms, activations, gates, the embedding's look-up and the optimizer are left out.
+    - Norms, activations, gates, mixes of attention residuals, the embedding's look-up and the
+      optimizer are left out.
 
     - An expert layer: the router, both latent projections, top-k routed experts, the shared one.
 

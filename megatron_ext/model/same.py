@@ -13,7 +13,7 @@ import yaml
 
 from megatron_ext.config.compose import from_keys
 from megatron_ext.config.keys import table
-from megatron_ext.config.schema import ModelOptions, RunConfig
+from megatron_ext.config.schema import ResidualKind, RunConfig
 from megatron_ext.config.validate import value_of
 from megatron_ext.data.change import changes
 from megatron_ext.errors import ConfigError
@@ -35,10 +35,12 @@ FREE = {
 }
 
 
-def remember(model: ModelOptions) -> dict[str, str]:
+def remember(config: RunConfig) -> dict[str, str]:
     """What a checkpoint keeps of the options: all that the function depends on, by key."""
-    config = RunConfig(model=model)
     keys = [key for key in table() if key.startswith("model.") and key not in FREE]
+    keys.append("residual.kind")
+    if config.residual.kind in (ResidualKind.block, ResidualKind.shared):
+        keys.append("residual.block_size")
     values = {key: value_of(config, key) for key in keys}
     return {key: str(getattr(value, "name", value)) for key, value in values.items()}
 
@@ -58,17 +60,21 @@ def recall(extra: Mapping[str, Any]) -> RunConfig:
     return from_keys(values)
 
 
-def check_same(extra: Mapping[str, Any], model: ModelOptions, *, tokenizer: str) -> None:
+def check_same(extra: Mapping[str, Any], config: RunConfig, *, tokenizer: str) -> None:
     """Compare what a checkpoint remembers with the options of now.
 
     Args:
         extra: what the checkpoint holds beside tensors; `model` is what `remember` gave.
+        config: of now.
         tokenizer: fingerprint of the tokenizer in use.
 
     Raises:
         ConfigError: the model or its tokenizer differs.
     """
-    found = changes(extra["model"], remember(model)) if "model" in extra else []
+    found = []
+    if "model" in extra:
+        # Checkpoints of before there was a choice do not say it.
+        found = changes({"residual.kind": "standard", **extra["model"]}, remember(config))
     if extra.get("tokenizer", tokenizer) != tokenizer:
         found.append(f"data.tokenizer: now {tokenizer}, in the checkpoint {extra['tokenizer']}")
     if found:

@@ -22,6 +22,8 @@ from megatron_ext.layers.hybrid import GatedHybrid, GatedHybridSubmodules
 from megatron_ext.layers.kda import KimiDeltaAttention
 from megatron_ext.layers.latent_moe import LatentMoE
 from megatron_ext.layers.norms import RMSNorm
+from megatron_ext.model.residual import connect_layers
+from megatron_ext.parallel.pipeline import SourceCache
 
 
 def attention_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
@@ -91,6 +93,7 @@ def block_spec(
     *,
     pipeline_rank: int,
     virtual_stage: int,
+    cache: SourceCache | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of one chunk, with the final norm for the chunk that megatron-core gives it to.
 
@@ -99,6 +102,7 @@ def block_spec(
         tc: megatron-core's form of the same; its number of layers must agree.
         pipeline_rank: which pipeline stage, from 0.
         virtual_stage: which of its chunks, from 0.
+        cache: what this rank's chunks share of a micro-batch; one of its own for a lone chunk.
     """
     if tc.num_layers != config.model.num_layers:
         raise ValueError(
@@ -106,14 +110,19 @@ def block_spec(
         )
     kinds, experts = layer_kinds(config.model), expert_layers(config.model)
     layers = stage_layers(config.parallel, config.model.num_layers)[pipeline_rank][virtual_stage]
-    return TransformerBlockSubmodules(
-        layer_specs=[
-            layer_spec(
-                config.model,
-                kind=kinds[layer],
-                balance=config.balance if layer in experts else None,
-            )
-            for layer in layers
-        ],
-        layer_norm=RMSNorm,
+    specs = [
+        layer_spec(
+            config.model,
+            kind=kinds[layer],
+            balance=config.balance if layer in experts else None,
+        )
+        for layer in layers
+    ]
+    elements = connect_layers(
+        config,
+        specs,
+        layers=layers,
+        chunk=virtual_stage * config.parallel.pipeline + pipeline_rank,
+        cache=cache or SourceCache(),
     )
+    return TransformerBlockSubmodules(layer_specs=elements, layer_norm=RMSNorm)

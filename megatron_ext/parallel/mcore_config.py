@@ -14,6 +14,7 @@ from megatron_ext.config.schema import (
     AttentionPattern,
     Precision,
     Recompute,
+    ResidualKind,
     RunConfig,
 )
 
@@ -61,7 +62,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # numbers
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        pipeline_dtype=dtype,
+        pipeline_dtype=torch.float32 if config.residual.fp32 else dtype,
         autocast_dtype=dtype,
         calculate_per_token_loss=True,
         perform_initialization=False,
@@ -80,7 +81,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         moe_router_fusion=False,
         moe_grouped_gemm=False,
         **_experts(config),
-        **_recompute(config.train.recompute),
+        **_recompute(config),
     )
 
 
@@ -156,13 +157,16 @@ def _experts(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _recompute(recompute: Recompute) -> dict[str, Any]:
+def _recompute(config: RunConfig) -> dict[str, Any]:
     """What the backward pass computes again: nothing, attention cores and feed-forwards, or every
-    layer from its input."""
+    layer from its input. Layers between several tensors do the last by themselves."""
+    recompute = config.train.recompute
     if recompute is Recompute.none:
         return {}
     if recompute is Recompute.selective:
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    if config.residual.kind is not ResidualKind.standard:
+        return {}
     return {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

@@ -7,10 +7,12 @@ import platform
 import torch
 
 from megatron_ext.config.layout import draw, expert_layers
+from megatron_ext.config.residual import mixes
 from megatron_ext.config.schema import Precision
 from megatron_ext.model.count import count_parameters, flops_per_token
 from megatron_ext.observe.console import human_count
 from megatron_ext.observe.run_files import versions
+from megatron_ext.ops.attn_res import resolve_backend as mix_backend
 from megatron_ext.ops.grouped_mlp import resolve_backend as expert_backend
 from megatron_ext.ops.kda import resolve_backend as kda_backend
 from megatron_ext.ops.situ import resolve_backend as situ_backend
@@ -42,6 +44,11 @@ def backends(state: TrainState) -> dict[str, str]:
             widths=(experts.latent_size or model.hidden_size, experts.feed_forward_size // ranks),
             require=experts.require,
         ).value
+    residual = state.config.residual
+    if mixes(residual):
+        dtype = torch.bfloat16 if bf16 and not residual.fp32 else torch.float32
+        mix = mix_backend(residual.backend, device, dtype=dtype, width=model.hidden_size)
+        named["attention residuals"] = mix.value
     return {**named, "communication": state.runtime.backend}
 
 

@@ -109,7 +109,7 @@ def restore(state: TrainState, found: Found) -> str:
     if found.checkpoint is not None:
         # Before the tensors, which take long to read.
         saved, allow = read_extra(found.checkpoint), state.config.data.allow_change
-        check_same(saved, state.config.model, tokenizer=state.tokenizer.fingerprint)
+        check_same(saved, state.config, tokenizer=state.tokenizer.fingerprint)
         changed = check_unchanged(saved["data"], state.train_data, allow=allow)
         state.restore(load(found.checkpoint, state.chunks, state.optimizer, state.mesh))
         note = f", on other data ({'; '.join(changed)})" if changed else ""

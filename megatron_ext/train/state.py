@@ -73,7 +73,7 @@ class TrainState:
             "total_tokens": self.total_tokens,
             "run_id": self.run_id,
             "seed": self.config.run.seed,
-            "model": same.remember(self.config.model),
+            "model": same.remember(self.config),
             "vocab_size": self.vocab_size,
             "tokenizer": self.tokenizer.fingerprint,
             "data": remember(self.train_data),

@@ -22,6 +22,7 @@ from megatron_ext.errors import TrainingHalted
 from megatron_ext.layers.output_head import losses_of
 from megatron_ext.optim.build import set_learning_rate
 from megatron_ext.optim.schedule import learning_rate
+from megatron_ext.parallel.pipeline import schedule_arguments
 from megatron_ext.train import balance
 from megatron_ext.train.share import Share, packed_documents
 from megatron_ext.train.state import TrainState
@@ -166,9 +167,15 @@ def run_schedule(
         data_iterator=feeds if many else feeds[0],
         model=state.chunks if many else state.chunks[0],
         num_microbatches=count,
-        seq_length=share.padded(config.data.sequence_length * (sequences if packed else 1)),
         micro_batch_size=1 if packed else sequences,
         forward_only=forward_only,
+        **schedule_arguments(
+            config,
+            stage=int(state.mesh.pp.rank()),
+            sequence_length=share.padded(
+                config.data.sequence_length * (sequences if packed else 1)
+            ),
+        ),
     )
     sums = torch.zeros(2, len(state.sources), dtype=torch.float64, device=state.runtime.device)
     for part in stored:

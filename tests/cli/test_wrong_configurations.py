@@ -90,6 +90,24 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "model.mla.backend=transformer_engine: is not deterministic",
         ],
     ),
+    "residual_kernel": (
+        ["run.deterministic=true", "run.device=cpu", "residual=block", "residual.backend=fla"],
+        [
+            "residual.backend=fla: is not deterministic",
+            "residual.backend=fla: needs a GPU, and run.device=cpu was given",
+        ],
+    ),
+    "residual_sizes": (
+        ["residual.fp32=true", "residual.query_std=-1", "residual.block_size=0"],
+        [
+            "residual.block_size=0: must be 1 or more (nearest 1)",
+            "residual.query_std=-1.0: must be 0 or more (nearest 0)",
+        ],
+    ),
+    "residual_sums": (
+        ["residual.fp32=true"],
+        ["residual.fp32=true: is for residual.kind=block and full, whose sums are kept apart"],
+    ),
     "nothing_to_read": (
         ["data.demo=false", "optim.warmup_tokens=1e9"],
         [

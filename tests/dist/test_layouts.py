@@ -37,6 +37,10 @@ ONE = (
     "one_gated",
     "one_padded",
     "one_awkward",
+    "one_block",
+    "one_block_recompute_full",
+    "one_block_recompute_selective",
+    "one_block_micro_batch_4",
 )
 TWO = (
     "tp2_sp",
@@ -59,6 +63,15 @@ TWO = (
     "dp2",
     "dp2_sharded",
     "dp2_overlap",
+    "tp2_sp_block",
+    "tp2_sp_block_recompute_full",
+    "pp2_block",
+    "pp2_block_uneven",
+    "pp2_block_empty",
+    "pp2_vpp2_block",
+    "pp2_vpp2_block_whole",
+    "pp2_vpp3_block_recompute_full",
+    "dp2_block",
 )
 FOUR = (
     "tp2_sp_pp2",
@@ -71,6 +84,9 @@ FOUR = (
     "tp2_sp_cp2_awkward",
     "pp2_cp2",
     "cp2_dp2",
+    "pp4_vpp2_block",
+    "pp4_block",
+    "tp2_sp_pp2_block",
 )
 FAULTS = (
     "tp2_sp:lost_head_norm_sum",
@@ -81,6 +97,9 @@ FAULTS = (
     "cp2:lost_state",
     "cp2:wrong_halo",
     "cp2:lost_latent_sum",
+    "tp2_sp_block:lost_query_sum",
+    "pp2_vpp2_block:lost_kept_gradient",
+    "pp2_vpp2_block:kept_gradient_twice",
 )
 
 
@@ -115,7 +134,7 @@ def read(folder: Path, case: str) -> dict[str, Any]:
 
 
 def truth_of(case: str) -> str:
-    for special in ("isolated", "gated", "padded", "awkward"):
+    for special in ("isolated", "gated", "padded", "awkward", "block"):
         if special in case:
             return f"one_{special}"
     return "one"
@@ -186,7 +205,7 @@ def test_a_seeded_fault_is_seen(folder: Path, case: str) -> None:
 
 
 def compare_faulty(folder: Path, case: str) -> dict[str, Any]:
-    ours, truth = read(folder, case), read(folder, "one")
+    ours, truth = read(folder, case), read(folder, truth_of(case))
     return {
         "loss": max(abs(a - b) / b for a, b in zip(ours["loss"], truth["loss"], strict=True)),
         "norm": max(

@@ -116,6 +116,47 @@ def _lost_latent_sum() -> Callable[[], None]:
     return _replaced(context, "dist", fake)
 
 
+def _lost_query_sum(state: TrainState) -> None:
+    """Sequence: a query of attention residuals sees its shard of the sequence only."""
+    for chunk in state.chunks:
+        for name, param in chunk.named_parameters():
+            if name.endswith(".query"):
+                param.sequence_parallel = False
+
+
+def _change_kept_sources(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+    """What a rank keeps of a micro-batch between its chunks becomes something else."""
+    from megatron_ext.parallel.pipeline import SourceCache
+
+    real = SourceCache.put
+
+    def put(self: Any, micro_batch: int, sources: tuple[torch.Tensor, ...]) -> None:
+        real(self, micro_batch, tuple(change(source) for source in sources))
+
+    SourceCache.put = put
+
+    def undo() -> None:
+        SourceCache.put = real
+
+    return undo
+
+
+def _lost_kept_gradient() -> Callable[[], None]:
+    """Interleaved, cached sources: the later chunk's gradient does not come back to the earlier."""
+    return _change_kept_sources(lambda kept: kept.detach().requires_grad_(kept.requires_grad))
+
+
+def _kept_gradient_twice() -> Callable[[], None]:
+    """Interleaved, cached sources: a block sum that was kept and sent counts twice."""
+
+    def change(kept: torch.Tensor) -> torch.Tensor:
+        if kept.requires_grad:
+            kept.register_hook(lambda grad: 2 * grad)
+        return kept
+
+    return _change_kept_sources(change)
+
+
 FAULTS = {
     "lost_head_norm_sum": Fault(before=_lost_head_norm_sum),
     "lost_sequence_sum": Fault(after=_lost_sequence_sum),
@@ -125,4 +166,7 @@ FAULTS = {
     "lost_state": Fault(before=_lost_state),
     "wrong_halo": Fault(before=_wrong_halo),
     "lost_latent_sum": Fault(before=_lost_latent_sum),
+    "lost_query_sum": Fault(after=_lost_query_sum),
+    "lost_kept_gradient": Fault(before=_lost_kept_gradient),
+    "kept_gradient_twice": Fault(before=_kept_gradient_twice),
 }

@@ -54,6 +54,9 @@ COMMON = [
 # Lengths that neither 2 nor 4 ranks divide, so that rows are padded.
 PADDED = ["data.sequence_length=27", "train.batch_tokens=486"]
 AWKWARD = [*PADDED, "data.isolate_documents=true", "train.micro_batch_size=1"]
+# Blocks of two layers in six: sums finish inside and between stages. Queries away from zero, where
+# the gradients of keys and scores vanish; at 0.1 the model itself amplifies rounding fivefold.
+BLOCK = ["residual=block", "residual.block_size=2", "residual.query_std=0.03"]
 CASES: dict[str, list[str]] = {
     "one": [],
     "one_recompute_full": ["train.recompute=full"],
@@ -101,7 +104,36 @@ CASES: dict[str, list[str]] = {
     "tp2_sp_cp2_awkward": ["parallel.tensor=2", "parallel.context=2", *AWKWARD],
     "pp2_cp2": ["parallel.pipeline=2", "parallel.context=2"],
     "cp2_dp2": ["parallel.context=2"],
+    "one_block": BLOCK,
+    "one_block_recompute_full": [*BLOCK, "train.recompute=full"],
+    "one_block_recompute_selective": [*BLOCK, "train.recompute=selective"],
+    "one_block_micro_batch_4": [*BLOCK, "train.micro_batch_size=4"],
+    "tp2_sp_block": [*BLOCK, "parallel.tensor=2"],
+    "tp2_sp_block_recompute_full": [*BLOCK, "parallel.tensor=2", "train.recompute=full"],
+    "pp2_block": [*BLOCK, "parallel.pipeline=2"],
+    "pp2_block_uneven": [*BLOCK, "parallel.pipeline=2", "parallel.stage_layers=[5,1]"],
+    "pp2_block_empty": [*BLOCK, "parallel.pipeline=2", "parallel.stage_layers=[6,0]"],
+    "pp2_vpp2_block": [*BLOCK, "parallel.pipeline=2", "parallel.virtual_pipeline=2"],
+    "pp2_vpp2_block_whole": [
+        *BLOCK,
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
+        "residual.cache_sources=false",
+    ],
+    "pp2_vpp3_block_recompute_full": [
+        *BLOCK,
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=3",
+        "parallel.stage_layers=[1,2,0,1,2,0]",
+        "train.recompute=full",
+    ],
+    "dp2_block": BLOCK,
+    "pp4_vpp2_block": [*BLOCK, "parallel.pipeline=4", "parallel.virtual_pipeline=2"],
+    "pp4_block": [*BLOCK, "parallel.pipeline=4", "parallel.stage_layers=[0,3,0,3]"],
+    "tp2_sp_pp2_block": [*BLOCK, "parallel.tensor=2", "parallel.pipeline=2"],
 }
+# One-rank cases beside `one` that are other models, with checkpoints of their own.
+MODELS = ("one_block",)
 
 
 def main() -> None:
@@ -139,15 +171,15 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
 
     state.optimizer.step = step_and_keep_gradient
     for number in range(STEPS):
-        if name == "one" and number == STEPS - 1:
-            save_here(state, folder)
+        if name in ("one", *MODELS) and number == STEPS - 1:
+            save_here(state, folder / model_of(name))
         values = train_step(state)
         record["loss"].append(values["loss"])
         record["grad_norm"].append(values["grad_norm"])
     record["update"] = difference(whole(state, main_weight), start)
     evaluation.append(held_out_loss(state)["eval/loss"])
     record["evaluation"] = evaluation
-    checkpoint = folder / "checkpoints" / f"step_{STEPS - 1:08d}"
+    checkpoint = folder / model_of(name) / "checkpoints" / f"step_{STEPS - 1:08d}"
     if resume and checkpoint.exists() and ("gated" not in name):
         state.restore(load(checkpoint, state.chunks, state.optimizer, state.mesh))
         begin = whole(state, main_weight)
@@ -155,6 +187,11 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
         record["resumed_loss"] = values["loss"]
         record["resumed_update"] = difference(whole(state, main_weight), begin)
     return record
+
+
+def model_of(name: str) -> str:
+    """The one-rank case whose checkpoint is of the same model."""
+    return next((model for model in MODELS if model.removeprefix("one_") in name), "one")
 
 
 def save_here(state: TrainState, folder: Path) -> None:

@@ -8,34 +8,61 @@ from typing import Any
 import pytest
 
 from megatron_ext.config.keys import table
-from megatron_ext.config.schema import Gate, KdaBackend, KdaOptions, ModelOptions
+from megatron_ext.config.schema import (
+    Gate,
+    KdaBackend,
+    KdaOptions,
+    ModelOptions,
+    ResidualKind,
+    ResidualOptions,
+    RunConfig,
+)
 from megatron_ext.errors import ConfigError
 from megatron_ext.model.same import FREE, check_same, remember
 
 
-def saved(model: ModelOptions) -> dict[str, Any]:
-    return {"model": json.loads(json.dumps(remember(model))), "tokenizer": "bytes"}
+def saved(config: RunConfig) -> dict[str, Any]:
+    return {"model": json.loads(json.dumps(remember(config))), "tokenizer": "bytes"}
+
+
+def block(size: int, **changes: Any) -> RunConfig:
+    return RunConfig(residual=ResidualOptions(kind=ResidualKind.block, block_size=size, **changes))
 
 
 def test_the_same_model_is_accepted_whatever_its_kernels() -> None:
-    check_same(saved(ModelOptions()), ModelOptions(), tokenizer="bytes")
-    slow = ModelOptions(kda=KdaOptions(backend=KdaBackend.reference))
-    check_same(saved(ModelOptions()), slow, tokenizer="bytes")
-    check_same({}, ModelOptions(), tokenizer="bytes")  # a checkpoint of somebody's own script
+    check_same(saved(RunConfig()), RunConfig(), tokenizer="bytes")
+    slow = RunConfig(model=ModelOptions(kda=KdaOptions(backend=KdaBackend.reference)))
+    check_same(saved(RunConfig()), slow, tokenizer="bytes")
+    check_same({}, RunConfig(), tokenizer="bytes")  # a checkpoint of somebody's own script
 
 
 def test_each_option_that_changes_the_function_is_named() -> None:
-    other = ModelOptions(norm_eps=1e-6, kda=KdaOptions(gate=Gate.softplus))
+    other = RunConfig(model=ModelOptions(norm_eps=1e-6, kda=KdaOptions(gate=Gate.softplus)))
     with pytest.raises(ConfigError) as caught:
-        check_same(saved(ModelOptions()), other, tokenizer="bytes")
+        check_same(saved(RunConfig()), other, tokenizer="bytes")
     first, second = caught.value.problems
     assert first.startswith("model.norm_eps: was 1e-05, is 1e-06")
     assert second.startswith("model.kda.gate: was bounded, is softplus")
 
 
+def test_another_residual_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"residual\.block_size: was 4, is 6: not the model that"):
+        check_same(saved(block(4)), block(6), tokenizer="bytes")
+    with pytest.raises(ConfigError, match=r"residual\.kind: was standard, is block"):
+        check_same(saved(RunConfig()), block(4), tokenizer="bytes")
+    # How the same sums are kept and sent is free.
+    check_same(saved(block(4)), block(4, fp32=True, cache_sources=False), tokenizer="bytes")
+    # A plain residual has no blocks.
+    size = RunConfig(residual=ResidualOptions(block_size=3))
+    check_same(saved(RunConfig()), size, tokenizer="bytes")
+    old = saved(RunConfig())
+    del old["model"]["residual.kind"]
+    check_same(old, RunConfig(), tokenizer="bytes")
+
+
 def test_another_tokenizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer: now words, in the checkpoint bytes"):
-        check_same(saved(ModelOptions()), ModelOptions(), tokenizer="words")
+        check_same(saved(RunConfig()), RunConfig(), tokenizer="words")
 
 
 def test_what_is_free_exists() -> None:

@@ -17,7 +17,6 @@ from megatron_ext.checkpoint.hf import work
 from megatron_ext.checkpoint.hf.distributed import Chunk, Stored, append, write_index
 from megatron_ext.checkpoint.hf.folder import INDEX, SINGLE, Folder
 from megatron_ext.checkpoint.hf.keymap import our_shapes
-from megatron_ext.config.schema import ResidualKind
 from megatron_ext.model.same import remember
 
 # Of a chunk, which is held in memory, and of a file.
@@ -144,15 +143,11 @@ def _extra(folder: Folder) -> dict[str, Any]:
         "layout": dict.fromkeys((*sizes, "expert_tensor"), 1),
         "megatron_core": version("megatron-core"),
     }
-    options = folder.config.residual
-    residual = {}
-    if options.kind is ResidualKind.block:
-        residual = {"residual.kind": "block", "residual.block_size": str(options.block_size)}
     return {
         "step": 0,
         "tokens": 0,
         "run_id": "",
-        "model": remember(folder.config.model) | residual,
+        "model": remember(folder.config),
         "vocab_size": folder.config.model.vocab_size,
         "imported_from": str(folder.path.absolute()),
         paths.RESERVED: ours,

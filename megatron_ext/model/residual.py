@@ -1,0 +1,75 @@
+"""What each kind of residual makes of the layers of a chunk; a plain one leaves them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_ext.config.residual import chunk_sources, mixes, opens_source
+from megatron_ext.config.schema import Recompute, RunConfig
+from megatron_ext.layers.attn_res import (
+    AttentionResidualLayer,
+    ChunkEnd,
+    FirstNorm,
+    MixNorm,
+    OutputMix,
+    start_sum,
+)
+from megatron_ext.parallel.pipeline import Boundary, SourceCache
+
+
+def connect_layers(
+    config: RunConfig,
+    specs: Sequence[ModuleSpec],
+    *,
+    layers: Sequence[int],
+    chunk: int,
+    cache: SourceCache,
+) -> list[ModuleSpec]:
+    """The elements of one chunk under `residual.kind`.
+
+    Args:
+        specs: of plain pre-norm layers.
+        layers: their numbers in the model, from 0.
+        chunk: global number of the chunk.
+        cache: of this rank; the same for all of its chunks.
+    """
+    options = config.residual
+    if not mixes(options):
+        return list(specs)
+    plans = chunk_sources(config)
+    boundary = Boundary(plans[chunk], cache, dtype=torch.float32 if options.fp32 else None)
+    elements = [
+        _mixing(config, spec, layer=layer, boundary=boundary)
+        for spec, layer in zip(specs, layers, strict=True)
+    ]
+    if chunk == len(plans) - 1:
+        end = ModuleSpec(module=OutputMix, params={"options": options, "boundary": boundary})
+    else:
+        end = ModuleSpec(module=ChunkEnd, params={"boundary": boundary})
+    return [*elements, end]
+
+
+def _mixing(config: RunConfig, spec: ModuleSpec, *, layer: int, boundary: Boundary) -> ModuleSpec:
+    options = config.residual
+    norm, plain_add = partial(MixNorm, options=options), spec.submodules.self_attn_bda
+    attention_opens, feed_forward_opens = opens_source(options, layer)
+    return ModuleSpec(
+        module=AttentionResidualLayer,
+        params={
+            "opens": (attention_opens, feed_forward_opens),
+            "boundary": boundary,
+            "recompute": config.train.recompute is Recompute.full,
+        },
+        submodules=replace(
+            spec.submodules,
+            input_layernorm=norm if layer else FirstNorm,
+            self_attn_bda=start_sum if attention_opens else plain_add,
+            pre_mlp_layernorm=norm,
+            mlp_bda=start_sum if feed_forward_opens else plain_add,
+        ),
+    )

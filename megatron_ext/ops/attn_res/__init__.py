@@ -1,0 +1,114 @@
+"""Attention residuals: a learned softmax over depth in place of the plain residual sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config.schema import AttentionResidualBackend as Backend
+from megatron_ext.errors import ConfigError
+from megatron_ext.ops.attn_res import fla
+from megatron_ext.ops.attn_res.dense import depth_mix_dense, depth_weights
+from megatron_ext.ops.attn_res.reference import depth_mix_reference, depth_weights_reference
+
+__all__ = [
+    "depth_mix",
+    "depth_mix_reference",
+    "depth_weights",
+    "depth_weights_reference",
+    "resolve_backend",
+]
+
+
+def resolve_backend(
+    backend: Backend, device: torch.device, *, dtype: torch.dtype, width: int
+) -> Backend:
+    """The backend that will run for sources [..., width]; never ``auto``.
+
+    What is asked for where it can run, else ``dense``; ``auto`` is fla where it can, else dense.
+    """
+    if backend in (Backend.reference, Backend.dense):
+        return backend
+    usable = fla.available(device) and fla.fits(dtype, width)
+    return Backend.fla if usable else Backend.dense
+
+
+def depth_mix(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor,
+    *,
+    eps: float,
+    norm_weight: Tensor | None = None,
+    backend: Backend = Backend.auto,
+    require: bool = False,
+) -> Tensor:
+    """Softmax-weighted sum of the sources, each token by itself, and optionally its RMS norm.
+
+        a = softmax_j( query . (key_weight * v_j / rms(v_j)) );  h = sum_j a_j v_j
+
+    Scores, weights and sums are in float32, or float64 for float64 sources. A query of zeros gives
+    the mean of the sources.
+
+    Args:
+        sources: at least one tensor [..., D], all of one shape and dtype; v_j.
+        query: pseudo-query [D].
+        key_weight: of the keys' norm, [D].
+        eps: inside the square roots.
+        norm_weight: [D]; given, the result is norm_weight * h / rms(h), the pre-norm of the
+            sublayer that reads h, fused so that h need not be stored.
+        backend: which implementation.
+        require: make a fallback of the backend an error.
+
+    Returns:
+        [..., D] in the dtype of the sources.
+
+    Raises:
+        ConfigError: ``require``, and the backend asked for cannot run here.
+        ValueError: no sources, or shapes or dtypes differ.
+    """
+    _check(sources, query, key_weight, norm_weight)
+    first = sources[0]
+    chosen = resolve_backend(backend, first.device, dtype=first.dtype, width=first.shape[-1])
+    _check_fallback(backend, chosen, first, require=require)
+    run = {
+        Backend.reference: depth_mix_reference,
+        Backend.dense: depth_mix_dense,
+        Backend.fla: fla.depth_mix_fla,
+    }[chosen]
+    return run(sources, query, key_weight, eps=eps, norm_weight=norm_weight)
+
+
+def _check_fallback(backend: Backend, chosen: Backend, source: Tensor, *, require: bool) -> None:
+    wanted = source.is_cuda if backend is Backend.auto else backend is Backend.fla
+    if require and wanted and chosen is not Backend.fla:
+        raise ConfigError(
+            f"residual.backend: given {backend.value} with require on {source.device}, "
+            f"{source.dtype}, width {source.shape[-1]}; fla cannot run there (it needs a CUDA "
+            f"device, the package fla-core >= 0.6, 16 or 32 bits and a width <= {fla.MAX_WIDTH}); "
+            "use dense, or residual.require=false"
+        )
+
+
+def _check(
+    sources: Sequence[Tensor], query: Tensor, key_weight: Tensor, norm_weight: Tensor | None
+) -> None:
+    if not sources:
+        raise ValueError("sources: given none, allowed at least one")
+    first = sources[0]
+    wrong = [
+        f"source {index}: given {tuple(v.shape)} {v.dtype}, allowed {tuple(first.shape)} "
+        f"{first.dtype}"
+        for index, v in enumerate(sources)
+        if v.shape != first.shape or v.dtype != first.dtype
+    ]
+    vectors = {"query": query, "key_weight": key_weight, "norm_weight": norm_weight}
+    wrong += [
+        f"{name}: given {tuple(vector.shape)}, allowed {tuple(first.shape[-1:])}"
+        for name, vector in vectors.items()
+        if vector is not None and vector.shape != first.shape[-1:]
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
