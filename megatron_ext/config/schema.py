@@ -136,6 +136,12 @@ class Recompute(Enum):
     full = "full"  # whole layers
 
 
+class Packing(Enum):
+    concat = "concat"  # one after the other, cut where a sequence is full
+    best_fit = "best_fit"  # cut only what must be
+    spiral = "spiral"  # long and short documents in turns
+
+
 class Schedule(Enum):
     constant = "constant"
     cosine = "cosine"
@@ -335,6 +341,10 @@ class DataOptions:
     )
     cache_dir: str | None = option(None, "Where prepared demo data goes; default: the user's cache")
     isolate_documents: bool = option(False, "Reset state and block attention between documents")
+    packing: Packing = option(Packing.concat, "How documents are laid out in sequences")
+    spiral_segment: int = option(
+        0, "packing=spiral: tokens of each document in turn; 0: whole ones", unit="tokens"
+    )
 
 
 @dataclass
@@ -369,6 +379,9 @@ class EvaluateOptions:
         0, "Evaluate every so many tokens; 0: at the end only", unit="tokens"
     )
     tokens: int = option(65536, "Held-out tokens an evaluation", unit="tokens")
+    position_bucket: int = option(
+        1024, "Loss by position: where the second bucket begins, doubling; 0: none", unit="tokens"
+    )
 
 
 @dataclass

@@ -23,6 +23,7 @@ from megatron_ext.config.schema import (
     KdaBackend,
     KernelBackend,
     Mode,
+    Packing,
     RunConfig,
     Schedule,
 )
@@ -294,6 +295,19 @@ def _data(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             f"data.sources: the name {name!r} is given {names.count(name)} times, must be unique",
             ("data.sources",),
+        )
+    if data.spiral_segment and data.packing is not Packing.spiral:
+        yield Problem(
+            f"data.spiral_segment={data.spiral_segment}: is for data.packing=spiral, got "
+            f"{data.packing.name} (nearest 0)",
+            ("data.spiral_segment", "data.packing"),
+        )
+    elif data.spiral_segment and data.isolate_documents:
+        yield Problem(
+            f"data.spiral_segment={data.spiral_segment}: changes nothing under "
+            "data.isolate_documents=true, where a token sees its own document only and has no "
+            "position (nearest 0; or data.isolate_documents=false)",
+            ("data.spiral_segment", "data.isolate_documents"),
         )
     for source in data.sources:
         if not (source.weight > 0 and math.isfinite(source.weight)):

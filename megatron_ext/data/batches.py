@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ext.data.stream import TokenStream
+from megatron_ext.config.schema import Packing
+from megatron_ext.data.packing import Row, pack
+from megatron_ext.data.stream import Pieces, TokenStream
 from megatron_ext.errors import ConfigError
 
 
@@ -24,6 +26,8 @@ class MicroBatch:
     cu_seqlens: int32 [n + 1] or None; with isolated documents the bounds of documents, cut at
     sequence starts too, in the micro-batch flattened sequence by sequence (0 first, b * s last).
     The same on all context ranks.
+    position: int32 [b, s], how many tokens a token can look back on: since the start of its
+    document here if documents are isolated, else of its sequence.
     padding: bool [b, s] or None; True where there is no token, but a length that did not divide.
     """
 
@@ -32,6 +36,7 @@ class MicroBatch:
     loss_mask: npt.NDArray[np.float32]
     source: npt.NDArray[np.int16]
     cu_seqlens: npt.NDArray[np.int32] | None
+    position: npt.NDArray[np.int32]
     padding: npt.NDArray[np.bool_] | None = None
 
 
@@ -74,6 +79,7 @@ def part_of_rank(batch: MicroBatch, *, rank: int, ranks: int, multiple: int = 1)
         loss_mask=part(batch.loss_mask),
         source=part(batch.source),
         cu_seqlens=cu_seqlens,
+        position=part(batch.position),
         padding=padding,
     )
 
@@ -87,13 +93,20 @@ def micro_batches(
     micro_batch_size: int,
     data_rank: int,
     data_size: int,
+    packing: Packing = Packing.concat,
+    segment: int = 0,
 ) -> Iterator[MicroBatch]:
     """The micro-batches of one data rank for the global batch at ``start`` consumed tokens.
 
-    Sequence i of the batch reads inputs ``[start + i * s, start + (i + 1) * s)``. Micro-batch m of
-    data rank r takes the b sequences from ``(m * data_size + r) * b`` on, so the union over ranks
-    and micro-batches is the same for every layout, and the next batch starts at
-    ``start + batch_tokens`` whatever its sequence length.
+    Sequence i of the batch reads inputs ``[start + i * s, start + (i + 1) * s)``, or row i of what
+    ``packing`` makes of the documents of the whole batch. Micro-batch m of data rank r takes the b
+    sequences from ``(m * data_size + r) * b`` on, so the union over ranks and micro-batches is the
+    same for every layout, and the next batch starts at ``start + batch_tokens`` whatever its
+    sequence length.
+
+    Args:
+        packing: how documents are laid out.
+        segment: of ``packing.pack``.
 
     Raises:
         ConfigError: ``batch_tokens`` is no multiple of what one pass of all data ranks reads.
@@ -106,8 +119,18 @@ def micro_batches(
             f"(data.sequence_length {sequence_length} x train.micro_batch_size "
             f"{micro_batch_size} x {data_size} data ranks). Nearest: {nearest}"
         )
+    pieces, rows = None, []
+    if packing is not Packing.concat:
+        pieces = stream.pieces(start, batch_tokens)
+        rows = pack(
+            pieces.length, sequence_length=sequence_length, packing=packing, segment=segment
+        )
     for number in range(batch_tokens // once):
         first = (number * data_size + data_rank) * micro_batch_size
+        if pieces is not None:
+            own = rows[first : first + micro_batch_size]
+            yield _lay_out(stream, pieces, own, sequence_length=sequence_length)
+            continue
         yield _cut(
             stream,
             start=start + first * sequence_length,
@@ -165,4 +188,62 @@ def _cut(stream: TokenStream, *, start: int, sequence_length: int, sequences: in
         loss_mask=mask,
         source=part.source[1:].reshape(shape),
         cu_seqlens=cu_seqlens,
+        position=_positions(shape, cu_seqlens),
+    )
+
+
+def _positions(
+    shape: tuple[int, int], cu_seqlens: npt.NDArray[np.int32] | None
+) -> npt.NDArray[np.int32]:
+    """Tokens since the last bound, or since the start of the sequence. int32 [b, s]."""
+    sequences, length = shape
+    if cu_seqlens is None:
+        return np.tile(np.arange(length, dtype=np.int32), (sequences, 1))
+    place = np.arange(sequences * length, dtype=np.int32)
+    return (place - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))).reshape(shape)
+
+
+def _lay_out(
+    stream: TokenStream, pieces: Pieces, rows: Sequence[Row], *, sequence_length: int
+) -> MicroBatch:
+    """Packed sequences. The label of a segment's last token is the next one of its document; where
+    the document ends, the next one of the sequence if the model sees across, else none."""
+    shape = (len(rows), sequence_length)
+    tokens, labels = np.empty(shape, np.int64), np.zeros(shape, np.int64)
+    mask, source = np.ones(shape, np.float32), np.empty(shape, np.int16)
+    bounds = []
+    for number, row in enumerate(rows):
+        place = 0
+        for item in row:
+            piece, own = item.piece, slice(place, place + item.length)
+            begin = int(pieces.begin[piece]) + item.offset
+            end = begin + item.length
+            ends = end == int(pieces.whole[piece])
+            index = int(pieces.source[piece])
+            read = stream.read_piece(
+                index, int(pieces.row[piece]), begin=begin, end=end if ends else end + 1
+            )
+            tokens[number, own] = read[: item.length]
+            labels[number, place : place + read.size - 1] = read[1:]
+            source[number, own] = index
+            if ends:
+                mask[number, own.stop - 1] = 0
+            bounds.append(number * sequence_length + place)
+            place = own.stop
+    if not stream.isolate_documents:
+        # A document that ends inside a sequence is followed by another one.
+        open_ends = mask[:, :-1] == 0
+        labels[:, :-1][open_ends] = tokens[:, 1:][open_ends]
+        source[:, :-1][open_ends] = source[:, 1:][open_ends]
+        mask[:, :-1] = 1
+    cu_seqlens = None
+    if stream.isolate_documents:
+        cu_seqlens = np.array([*bounds, tokens.size], np.int32)
+    return MicroBatch(
+        tokens=tokens,
+        labels=labels,
+        loss_mask=mask,
+        source=source,
+        cu_seqlens=cu_seqlens,
+        position=_positions(shape, cu_seqlens),
     )

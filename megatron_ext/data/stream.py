@@ -14,7 +14,7 @@ import hashlib
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,6 +45,26 @@ class Slice:
     tokens: npt.NDArray[np.int64]
     source: npt.NDArray[np.int16]
     document: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The documents of a stretch of the stream, in its order; int64 [n] each.
+
+    source: index into ``TokenStream.sources``. row: document of that source. begin, end: its tokens
+    that lie in the stretch. whole: all of its tokens.
+    """
+
+    source: npt.NDArray[np.int64]
+    row: npt.NDArray[np.int64]
+    begin: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
+    whole: npt.NDArray[np.int64]
+
+    @property
+    def length(self) -> npt.NDArray[np.int64]:
+        """Tokens in the stretch."""
+        return self.end - self.begin
 
 
 class Source:
@@ -128,11 +148,36 @@ class TokenStream:
 
     def read(self, start: int, count: int) -> Slice:
         """Tokens [start, start + count) of the stream."""
-        if start < 0 or count < 0:
-            raise ValueError(f"read(start={start}, count={count}): both must be 0 or more")
         tokens = np.empty(count, np.int64)
         source_ids = np.empty(count, np.int16)
         documents = np.empty(count, np.int64)
+        first = 0
+        for index, row, begin, end, number in self._walk(start, count):
+            place = slice(first, first + end - begin)
+            tokens[place] = self._sources[index].read(row, begin=begin, end=end)
+            source_ids[place] = index
+            documents[place] = number
+            first += end - begin
+        return Slice(tokens, source_ids, documents)
+
+    def pieces(self, start: int, count: int) -> Pieces:
+        """The documents of tokens [start, start + count), without reading a token."""
+        found = list(self._walk(start, count))
+        table = np.array(found, np.int64).reshape(-1, 5)
+        source, row, begin, end, _ = table.T
+        whole = np.array(
+            [self._sources[index].order.lengths[place] for index, place, *_ in found], np.int64
+        )
+        return Pieces(source, row, begin, end, whole)
+
+    def read_piece(self, source: int, row: int, *, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Tokens [begin, end) of one document, as ``Pieces`` names it."""
+        return self._sources[source].read(row, begin=begin, end=end)
+
+    def _walk(self, start: int, count: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Source, row in it, first and last token (exclusive) and ordinal of each document."""
+        if start < 0 or count < 0:
+            raise ValueError(f"start={start}, count={count}: both must be 0 or more")
         end = start + count
         position, ordinals, starts = self._find(start)
         number = sum(ordinals)
@@ -148,15 +193,11 @@ class TokenStream:
             length = int(source.order.lengths[row])
             if position + length > start:
                 first, last = max(position, start), min(position + length, end)
-                place = slice(first - start, last - start)
-                tokens[place] = source.read(row, begin=first - position, end=last - position)
-                source_ids[place] = index
-                documents[place] = number
+                yield index, row, first - position, last - position, number
             ordinals[index] += 1
             number += 1
             position += length
             heapq.heapreplace(queue, (tick + length * self._ticks[index], index))
-        return Slice(tokens, source_ids, documents)
 
     def _started_before(self, tick: int) -> tuple[int, list[int], list[int]]:
         """Documents that start before a tick: tokens of all; documents, tokens of each source."""

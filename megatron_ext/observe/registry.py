@@ -171,10 +171,28 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("loss/<source>", "nats", "As loss, over the tokens of one data source"),
     Metric(
+        "loss/position/<start>",
+        "nats",
+        "As loss, over tokens that can look back on so many tokens or more, below the next bucket",
+    ),
+    Metric(
         "tokens/<source>", "tokens", "Valid tokens of one data source in this step", integer=True
     ),
     Metric(
         "data/epoch/<source>", "epochs", "Times that a data source was read, fractions included"
+    ),
+    Metric("data/documents", "documents", "Documents of this step, also in part", integer=True),
+    Metric(
+        "data/cut_documents",
+        "documents",
+        "Of them, those that lie in more than one sequence",
+        integer=True,
+    ),
+    Metric(
+        "data/length/<start>",
+        "fraction",
+        "Share of this step's tokens whose whole document has so many tokens or more, below the "
+        "next bucket",
     ),
     Metric(
         "data/wait_seconds", "s", "Time in which the step waited for its data", reproducible=False
@@ -182,6 +200,7 @@ METRICS: tuple[Metric, ...] = (
     *EXPERT_METRICS,
     Metric("eval/loss", "nats", "Mean cross-entropy of the held-out tokens, after the update"),
     Metric("eval/loss/<source>", "nats", "As eval/loss, over one data source"),
+    Metric("eval/loss/position/<start>", "nats", "As loss/position/<start>, over eval/tokens"),
     Metric("eval/tokens", "tokens", "Held-out tokens that eval/loss is the mean of", integer=True),
     Metric("eval/seconds", "s", "Wall-clock time of the evaluation", reproducible=False),
     Metric(

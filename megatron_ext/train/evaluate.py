@@ -55,6 +55,7 @@ def held_out_loss(state: TrainState) -> dict[str, float]:
         "eval/tokens": float(losses.tokens.sum()),
         "eval/seconds": time.perf_counter() - begin,
         **losses.by_source(state.sources, prefix="eval/"),
+        **losses.by_position(prefix="eval/"),
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,40 +17,16 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_ext.config.layout import sequence_parallel
 from megatron_ext.data.batches import MicroBatch, micro_batches
+from megatron_ext.data.statistics import batch_statistics, bucket_starts
 from megatron_ext.errors import TrainingHalted
 from megatron_ext.layers.output_head import losses_of
 from megatron_ext.optim.build import set_learning_rate
 from megatron_ext.optim.schedule import learning_rate
 from megatron_ext.parallel.pipeline import schedule_arguments
 from megatron_ext.train import balance
+from megatron_ext.train.losses import Losses, one_hot, sum_losses
 from megatron_ext.train.share import Share, packed_documents
 from megatron_ext.train.state import TrainState
-
-
-@dataclass
-class Losses:
-    """Sums over the valid tokens of a global batch, the same on every rank.
-
-    Attributes:
-        total: cross-entropy by source, in nats, float64 [n].
-        tokens: valid tokens by source, float64 [n] (exact integers).
-    """
-
-    total: torch.Tensor
-    tokens: torch.Tensor
-
-    @property
-    def mean(self) -> float:
-        """Mean cross-entropy of the valid tokens."""
-        return float(self.total.sum() / self.tokens.sum())
-
-    def by_source(self, names: list[str], *, prefix: str = "") -> dict[str, float]:
-        """`loss/<source>` for each source that has tokens here."""
-        return {
-            f"{prefix}loss/{name}": float(self.total[i] / self.tokens[i])
-            for i, name in enumerate(names)
-            if self.tokens[i] > 0
-        }
 
 
 class Waited:
@@ -89,6 +64,7 @@ def train_step(state: TrainState) -> dict[str, float]:
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
+    made_of = next_statistics(state)
     feeds = [Waited(next_batches(state)) for _ in state.chunks]
     losses = run_schedule(state, feeds, micro_batch_count(state), forward_only=False)
     loss = losses.mean
@@ -110,6 +86,8 @@ def train_step(state: TrainState) -> dict[str, float]:
         "tokens_per_second": config.train.batch_tokens / seconds,
         "data/wait_seconds": sum(feed.seconds for feed in feeds),
         **losses.by_source(state.sources),
+        **losses.by_position(),
+        **made_of,
     }
 
 
@@ -124,6 +102,22 @@ def next_batches(state: TrainState) -> Iterator[MicroBatch]:
         micro_batch_size=config.train.micro_batch_size,
         data_rank=state.mesh.dp.rank(),
         data_size=state.mesh.dp.size(),
+        packing=config.data.packing,
+        segment=config.data.spiral_segment,
+    )
+
+
+def next_statistics(state: TrainState) -> dict[str, float]:
+    """What the next global batch is made of, as `data/...` metrics."""
+    config = state.config
+    length, first = config.data.sequence_length, config.evaluate.position_bucket
+    return batch_statistics(
+        state.train_data,
+        start=state.tokens,
+        batch_tokens=config.train.batch_tokens,
+        sequence_length=length,
+        packing=config.data.packing,
+        buckets=bucket_starts(length, first=first),
     )
 
 
@@ -156,11 +150,14 @@ def run_schedule(
         context=state.mesh.cp,
         tensor=state.mesh.tp if sequence_parallel(config.parallel) else None,
     )
+    buckets = bucket_starts(config.data.sequence_length, first=config.evaluate.position_bucket)
+    groups = len(state.sources) + len(buckets)
     stored = get_forward_backward_func()(
         forward_step_func=partial(
             forward,
             device=state.runtime.device,
             sources=len(state.sources),
+            buckets=buckets,
             share=share,
             loss_chunk_tokens=config.train.loss_chunk_tokens,
         ),
@@ -177,14 +174,16 @@ def run_schedule(
             ),
         ),
     )
-    sums = torch.zeros(2, len(state.sources), dtype=torch.float64, device=state.runtime.device)
+    sums = torch.zeros(2, groups, dtype=torch.float64, device=state.runtime.device)
     for part in stored:
         sums += part["sums"]
     # Only the last stage has losses, so the sum over stages hands them to all.
     dist.all_reduce(sums, group=state.mesh.dp_cp)
     dist.all_reduce(sums, group=state.mesh.pp)
-    total, tokens = sums.cpu()
-    return Losses(total=total, tokens=tokens)
+    (total, position_total), (tokens, position_tokens) = (
+        row.split([len(state.sources), len(buckets)]) for row in sums.cpu()
+    )
+    return Losses(total, tokens, position_total, position_tokens, buckets)
 
 
 def forward(
@@ -193,6 +192,7 @@ def forward(
     *,
     device: torch.device,
     sources: int,
+    buckets: list[int],
     share: Share,
     loss_chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, Any]:
@@ -202,9 +202,9 @@ def forward(
         The chunk's output (losses [b, s] in the last one) and the function that sums them.
     """
     batch = share.part(next(feed))
-    tokens, labels, mask, source = (
+    tokens, labels, mask, source, position = (
         torch.from_numpy(array).to(device, non_blocking=True)
-        for array in (batch.tokens, batch.labels, batch.loss_mask, batch.source)
+        for array in (batch.tokens, batch.labels, batch.loss_mask, batch.source, batch.position)
     )
     packing = None
     if batch.cu_seqlens is not None:
@@ -220,29 +220,10 @@ def forward(
         output_processor=losses_of,
         output_processor_context=loss_chunk_tokens,
     )
-    return output, partial(sum_losses, mask=mask, source=source, sources=sources)
-
-
-def sum_losses(
-    losses: torch.Tensor, *, mask: torch.Tensor, source: torch.Tensor, sources: int
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sums over the valid tokens of a micro-batch; megatron-core divides them by all tokens.
-
-    Args:
-        losses: float32 [b, s] (or [1, b * s] when packed).
-        mask: float32 [b, s], 1 where a token counts.
-        source: integer [b, s], the data source of each label.
-
-    Returns:
-        The loss to differentiate, the number of valid tokens (int32), and `sums` float64 [2, n]:
-        losses and tokens by source.
-    """
-    valid = mask.flatten()
-    weighted = losses.float().flatten() * valid
-    members = source.flatten()[:, None] == torch.arange(sources, device=source.device)
-    # A matrix product, since index_add is not deterministic on GPUs.
-    sums = torch.stack((weighted.detach(), valid)).double() @ members.double()
-    return weighted.sum(), valid.sum().int(), {"sums": sums}
+    starts = torch.tensor(buckets[1:], dtype=torch.int32, device=device)
+    bucket = torch.bucketize(position, starts, right=True)
+    members = one_hot(source, sources, bucket, len(buckets))
+    return output, partial(sum_losses, mask=mask, members=members)
 
 
 def _must_be_finite(what: str, value: float, state: TrainState) -> None:

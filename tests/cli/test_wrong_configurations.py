@@ -154,6 +154,14 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "of its neighbour reads (nearest 5; or a longer data.sequence_length)",
         ],
     ),
+    "spiral": (
+        ["data.packing=spiral", "data.spiral_segment=8", "data.isolate_documents=true"],
+        ["data.spiral_segment=8: changes nothing under data.isolate_documents=true, where a token"],
+    ),
+    "segments_of_what": (
+        ["data.spiral_segment=8"],
+        ["data.spiral_segment=8: is for data.packing=spiral, got concat (nearest 0)"],
+    ),
     "sequence_without_tensor": (
         ["parallel.sequence=true"],
         ["parallel.sequence=true: needs parallel.tensor > 1, got 1 (nearest parallel.tensor=2; "],

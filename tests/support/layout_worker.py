@@ -11,6 +11,7 @@ weights, gradients of step 1, updates, and the resumed run's update.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,13 @@ COMMON = [
 ]
 # Lengths that neither 2 nor 4 ranks divide, so that rows are padded.
 PADDED = ["data.sequence_length=27", "train.batch_tokens=486"]
-AWKWARD = [*PADDED, "data.isolate_documents=true", "train.micro_batch_size=1"]
+AWKWARD = [
+    *PADDED,
+    "data.isolate_documents=true",
+    "data.packing=best_fit",
+    "evaluate.position_bucket=8",
+    "train.micro_batch_size=1",
+]
 # Blocks of two layers in six: sums finish inside and between stages. Queries away from zero, where
 # the gradients of keys and scores vanish; at 0.1 the model itself amplifies rounding fivefold.
 BLOCK = ["residual=block", "residual.block_size=2", "residual.query_std=0.03"]
@@ -161,7 +168,7 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
     record: dict[str, Any] = {"loss": [], "grad_norm": []}
     start = whole(state, main_weight)
     record["initial"] = start
-    evaluation = [held_out_loss(state)["eval/loss"]]
+    evaluation = losses_in(held_out_loss(state))
     step = state.optimizer.step
 
     def step_and_keep_gradient() -> Any:
@@ -177,7 +184,7 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
         record["loss"].append(values["loss"])
         record["grad_norm"].append(values["grad_norm"])
     record["update"] = difference(whole(state, main_weight), start)
-    evaluation.append(held_out_loss(state)["eval/loss"])
+    evaluation += losses_in(held_out_loss(state))
     record["evaluation"] = evaluation
     checkpoint = folder / model_of(name) / "checkpoints" / f"step_{STEPS - 1:08d}"
     if resume and checkpoint.exists() and ("gated" not in name):
@@ -192,6 +199,11 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
 def model_of(name: str) -> str:
     """The one-rank case whose checkpoint is of the same model."""
     return next((model for model in MODELS if model.removeprefix("one_") in name), "one")
+
+
+def losses_in(values: dict[str, float]) -> list[float]:
+    """The held-out loss, and by bucket of positions where there are several."""
+    return [values[key] for key in sorted(values) if re.match(r"eval/loss($|/position)", key)]
 
 
 def save_here(state: TrainState, folder: Path) -> None:

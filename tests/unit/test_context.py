@@ -34,6 +34,7 @@ def batch_of(lengths: list[int], *, sequences: int, isolate: bool) -> MicroBatch
         loss_mask=np.ones(shape, np.float32),
         source=np.ones(shape, np.int16),
         cu_seqlens=bounds,
+        position=place.astype(np.int32),
     )
 
 

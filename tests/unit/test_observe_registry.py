@@ -43,7 +43,7 @@ def test_a_family_takes_any_source_and_each_name_has_one_entry() -> None:
     names = [metric.name for metric in registry.METRICS]
     assert len(set(names)) == len(names)
     for metric in registry.METRICS:
-        example = metric.name.replace("<source>", "code")
+        example = metric.name.replace("<source>", "code").replace("<start>", "1024")
         assert [other.name for other in registry.METRICS if other.matches(example)] == [metric.name]
         assert metric.unit
         assert metric.meaning
