@@ -9,36 +9,41 @@ Shapes: T tokens of a forward pass on this rank, E experts, N tokens of the stre
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+from megatron_ext.layers.balance import Selection
 from megatron_ext.layers.router import BalancedRouter
 
 
 class RoutingTape:
     """Which experts took which token, by layer and place in the stream: records, or replays.
 
-    Set `positions` before each forward pass and `attach` the tape to the routers. Recomputation
-    runs a pass without gradients first and with them later, when other micro-batches may have come
-    between: the tape remembers where such a pass was.
+    Recomputation runs a pass without gradients first and again with them, when others may have come
+    between: the tape counts it once and remembers where it was.
 
     Args:
         maps: bool [N, E] by 0-based layer: filled by recording, read by replaying.
+        places: from the number of a router's forward pass (0, 1, ...) to the places int64 [T] of
+            its tokens in the stream. Places from N on are padding, which no expert takes.
         replay: read instead of recording.
 
     Attributes:
-        positions: int64 [T], places of the tokens of the coming forward pass in the stream.
-        rerouted: tokens that would have gone elsewhere than the tape says, by layer, while
-            replaying; over the passes of this rank.
+        rerouted: while replaying, tokens that would have gone elsewhere, by layer; on this rank.
+        margin: the largest distance of a score that decided so from its token's cut-off.
     """
 
-    def __init__(self, maps: dict[int, Tensor], *, replay: bool) -> None:
+    def __init__(
+        self, maps: dict[int, Tensor], *, places: Callable[[int], Tensor], replay: bool
+    ) -> None:
         self.maps = maps
         self.replay = replay
-        self.positions: Tensor | None = None
         self.rerouted: dict[int, int] = {}
+        self.margin = 0.0
+        self._places = places
+        self._passes: dict[int, int] = {}
         self._waiting: dict[int, deque[Tensor]] = {}
 
     def attach(self, routers: Iterable[BalancedRouter]) -> None:
@@ -52,20 +57,30 @@ class RoutingTape:
         for router in routers:
             router.hook = None
 
-    def __call__(self, layer: int, chosen: Tensor) -> Tensor:
-        """The map to use where the router of `layer` has chosen bool [T, E]."""
+    def __call__(self, router: BalancedRouter, scores: Tensor, selection: Selection) -> Tensor:
+        """The map to use where the router has chosen; see `RouteHook`."""
+        layer, chosen = router.layer, selection.map
         waiting = self._waiting.setdefault(layer, deque())
         again = torch.is_grad_enabled() and bool(waiting)
-        places = waiting.popleft() if again else self.positions
-        if places is None:
-            raise ValueError("RoutingTape: no positions are set for this forward pass")
-        if not torch.is_grad_enabled():
-            waiting.append(places)
+        if again:
+            places = waiting.popleft()
+        else:
+            number = self._passes.get(layer, 0)
+            self._passes[layer] = number + 1
+            places = self._places(number)
+            if router.training and not torch.is_grad_enabled():
+                waiting.append(places)
+        table = self.maps[layer]
+        known = places < len(table)
         if not self.replay:
-            self.maps[layer][places] = chosen.to(self.maps[layer].device)
+            table[places[known]] = chosen.cpu()[known]
             return chosen
-        taken = self.maps[layer][places].to(chosen.device)
+        taken = torch.zeros_like(chosen, device="cpu")
+        taken[known] = table[places[known]]
+        taken = taken.to(chosen.device)
         if not again:
-            moved = int((taken != chosen).any(-1).sum())
-            self.rerouted[layer] = self.rerouted.get(layer, 0) + moved
+            moved = taken != chosen
+            self.rerouted[layer] = self.rerouted.get(layer, 0) + int(moved.any(-1).sum())
+            distance = (scores + router.balancer.bias - selection.cutoff.unsqueeze(-1)).abs()
+            self.margin = max(self.margin, float((distance * moved).max()))
         return taken

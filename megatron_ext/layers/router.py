@@ -11,8 +11,8 @@ Source: Kimi K3 report, equation 11.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -27,8 +27,14 @@ from megatron_ext.layers.linears import ShardedModule
 from megatron_ext.ops.router import router_logits
 
 GROUPS = ["tp", "cp", "tp_cp"]
-# Given the layer's 0-based number and the map bool [T, E] that was chosen: the map to use.
-RouteHook = Callable[[int, Tensor], Tensor]
+
+
+class RouteHook(Protocol):
+    """Sees what a router has chosen, and may choose otherwise."""
+
+    def __call__(self, router: BalancedRouter, scores: Tensor, selection: Selection) -> Tensor:
+        """The map bool [T, E] to use, for scores [T, E] and the balancer's selection."""
+        ...
 
 
 class BalancedRouter(ShardedModule):
@@ -103,7 +109,7 @@ class BalancedRouter(ShardedModule):
         tokens = self._tokens(length, batch, device=scores.device)
         selection = self._select(scores.detach(), valid, tokens)
         if self.hook is not None:
-            selection = replace(selection, map=self.hook(self.layer, selection.map))
+            selection = replace(selection, map=self.hook(self, scores.detach(), selection))
         counted = self.training and torch.is_grad_enabled()
         if counted:
             self.balancer.observe(scores.detach(), selection, valid=valid, tokens=tokens)

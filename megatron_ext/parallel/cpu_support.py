@@ -198,8 +198,8 @@ def streams(mode: DeviceMode) -> None:
 
 
 def all_to_all_splits(mode: DeviceMode) -> None:
-    """Split sizes of the expert all-to-all become lists: megatron-core converts them only when it
-    moves them off a GPU, and the collective takes lists only. Expert parallelism fails without
+    """Split sizes of the expert all-to-all become arrays: megatron-core converts them only when it
+    moves them off a GPU, and the collective takes no tensors. Expert parallelism fails without
     it."""
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -207,7 +207,7 @@ def all_to_all_splits(mode: DeviceMode) -> None:
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-            return tensor.tolist() if as_numpy else tensor
+            return tensor.numpy() if as_numpy else tensor
         return original(tensor, as_numpy, record_stream)
 
     _replace(mode, token_dispatcher, "maybe_move_tensor_to_cpu", move)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.layers.latent_moe import LatentMoE
 from megatron_ext.train.state import TrainState
 
 
@@ -157,7 +158,50 @@ def _kept_gradient_twice() -> Callable[[], None]:
     return _change_kept_sources(change)
 
 
+def _lost_expert_sum(state: TrainState) -> None:
+    """Expert data: gradients of experts stay local."""
+    for chunk in state.chunks:
+        for group in chunk.expert_parallel_bucket_groups:
+            group.finish_grad_sync = lambda *args, **kwargs: None
+            group.start_grad_sync = lambda *args, **kwargs: None
+
+
+def _shared_twice(state: TrainState) -> None:
+    """Expert: the shared expert is added once for every expert parallel rank."""
+    for chunk in state.chunks:
+        for module in chunk.modules():
+            if isinstance(module, LatentMoE) and module.shared is not None:
+                module.shared.register_forward_hook(lambda m, i, out: (2 * out[0], out[1]))
+
+
+def _counted_twice() -> Callable[[], None]:
+    """Tensor without sequence: every rank sees all tokens, and their statistics are summed."""
+    from megatron_ext.train import balance
+
+    def all_ranks(mesh: Any, *, sequence_parallel: bool) -> Any:
+        return mesh.tp_dp_cp
+
+    return _replaced(balance, "distinct_tokens", all_ranks)
+
+
+def _lost_width_sum() -> Callable[[], None]:
+    """Expert tensor: each rank's part of an expert's width is not added to the others'."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    real = token_dispatcher.reduce_scatter_to_sequence_parallel_region
+
+    def own_share(x: Any, *, group: Any, input_split_sizes: Any = None) -> Any:
+        real(x, group=group, input_split_sizes=input_split_sizes)
+        return x.split(input_split_sizes)[group.rank()]
+
+    return _replaced(token_dispatcher, "reduce_scatter_to_sequence_parallel_region", own_share)
+
+
 FAULTS = {
+    "lost_expert_sum": Fault(after=_lost_expert_sum),
+    "shared_twice": Fault(after=_shared_twice),
+    "counted_twice": Fault(before=_counted_twice),
+    "lost_width_sum": Fault(before=_lost_width_sum),
     "lost_head_norm_sum": Fault(before=_lost_head_norm_sum),
     "lost_sequence_sum": Fault(after=_lost_sequence_sum),
     "lost_token_count": Fault(after=_lost_token_count),

@@ -26,12 +26,15 @@ from megatron_ext.checkpoint.load import load
 from megatron_ext.checkpoint.save import Checkpointer
 from megatron_ext.checkpoint.state import unwrap
 from megatron_ext.config.compose import compose
+from megatron_ext.data.batches import MicroBatch
 from megatron_ext.model.init import named_shards
 from megatron_ext.parallel import runtime
+from megatron_ext.train import share
 from megatron_ext.train.evaluate import held_out_loss
 from megatron_ext.train.state import TrainState, build_state, gather_parameters
 from megatron_ext.train.step import train_step
 from tests.support.faults import FAULTS
+from tests.support.routing import PAD, Replay
 
 STEPS = 3
 # Constant rate without warm-up and eps 1e-5: updates then compare to 1e-4; at eps 1e-8 rounding of
@@ -39,10 +42,10 @@ STEPS = 3
 COMMON = [
     "data=sample",
     "data.sequence_length=32",
-    "train.batch_tokens=512",
+    "train.batch_tokens=256",
     "train.micro_batch_size=2",
     "train.steps=3",
-    "evaluate.tokens=1024",
+    "evaluate.tokens=512",
     "optim.schedule=constant",
     "optim.lr=1e-3",
     "optim.warmup_tokens=0",
@@ -53,7 +56,7 @@ COMMON = [
     "parallel.distributed_optimizer=false",  # else a rank has whole gradients of its share only
 ]
 # Lengths that neither 2 nor 4 ranks divide, so that rows are padded.
-PADDED = ["data.sequence_length=27", "train.batch_tokens=486"]
+PADDED = ["data.sequence_length=27", "train.batch_tokens=216"]
 AWKWARD = [
     *PADDED,
     "data.isolate_documents=true",
@@ -61,6 +64,7 @@ AWKWARD = [
     "evaluate.position_bucket=8",
     "train.micro_batch_size=1",
 ]
+DENSE = ["model.first_dense_layers=null"]
 # Blocks of two layers in six: sums finish inside and between stages. Queries away from zero, where
 # the gradients of keys and scores vanish; at 0.1 the model itself amplifies rounding fivefold.
 BLOCK = ["residual=block", "residual.block_size=2", "residual.query_std=0.03"]
@@ -68,15 +72,18 @@ CASES: dict[str, list[str]] = {
     "one": [],
     "one_recompute_full": ["train.recompute=full"],
     "one_recompute_selective": ["train.recompute=selective"],
+    "one_evaluated": [],
+    "one_appended": [],
     "one_micro_batch_4": ["train.micro_batch_size=4", "train.loss_chunk_tokens=50"],
     "one_isolated": ["data.isolate_documents=true"],
-    "one_gated": ["model.attention=gated"],
+    "one_gated": ["model.attention=gated", *DENSE],
+    "one_allgather": ["model.experts.dispatcher=allgather"],
     "tp2_sp": ["parallel.tensor=2"],
     "tp2": ["parallel.tensor=2", "parallel.sequence=false", "train.loss_chunk_tokens=7"],
     "tp2_sp_recompute_full": ["parallel.tensor=2", "train.recompute=full"],
     "tp2_sp_recompute_selective": ["parallel.tensor=2", "train.recompute=selective"],
     "tp2_sp_isolated": ["parallel.tensor=2", "data.isolate_documents=true"],
-    "tp2_sp_gated": ["parallel.tensor=2", "model.attention=gated"],
+    "tp2_sp_gated": ["parallel.tensor=2", "model.attention=gated", *DENSE],
     "pp2": ["parallel.pipeline=2"],
     "pp2_uneven": ["parallel.pipeline=2", "parallel.stage_layers=[5,1]"],
     "pp2_vpp2": ["parallel.pipeline=2", "parallel.virtual_pipeline=2"],
@@ -85,15 +92,24 @@ CASES: dict[str, list[str]] = {
         "parallel.virtual_pipeline=2",
         "train.recompute=full",
     ],
+    "ep2": ["parallel.expert=2"],
+    "ep2_sharded": ["parallel.expert=2", "parallel.distributed_optimizer=true"],
+    "ep2_allgather": ["parallel.expert=2", "model.experts.dispatcher=allgather"],
+    "tp2_sp_ep2": ["parallel.tensor=2", "parallel.expert=2"],
+    "tp2_sp_etp2": ["parallel.tensor=2", "parallel.expert_tensor=2"],
+    "tp2_ep2": ["parallel.tensor=2", "parallel.sequence=false", "parallel.expert=2"],
+    "dp2_etp2": ["parallel.expert_tensor=2", "train.recompute=selective"],
     "cp2": ["parallel.context=2"],
     "one_padded": PADDED,
     "one_awkward": AWKWARD,
     "cp2_padded": ["parallel.context=2", *PADDED],
     "cp2_awkward": ["parallel.context=2", *AWKWARD],
+    "cp2_ep2": ["parallel.context=2", "parallel.expert=2"],
     "tp2_sp_padded": ["parallel.tensor=2", *PADDED],
+    "tp2_padded": ["parallel.tensor=2", "parallel.sequence=false", *PADDED],
     "cp2_recompute_full": ["parallel.context=2", "train.recompute=full"],
     "cp2_recompute_selective": ["parallel.context=2", "train.recompute=selective"],
-    "cp2_gated": ["parallel.context=2", "model.attention=gated"],
+    "cp2_gated": ["parallel.context=2", "model.attention=gated", *DENSE],
     "dp2": [],
     "dp2_sharded": ["parallel.distributed_optimizer=true"],
     "dp2_overlap": [
@@ -103,6 +119,14 @@ CASES: dict[str, list[str]] = {
     ],
     "tp2_sp_pp2": ["parallel.tensor=2", "parallel.pipeline=2"],
     "tp2_sp_dp2": ["parallel.tensor=2"],
+    "tp2_sp_dp2_ep2": ["parallel.tensor=2", "parallel.expert=2"],
+    "ep2_pp2": ["parallel.pipeline=2", "parallel.expert=2"],
+    "ep2_etp2_sharded": [
+        "parallel.expert=2",
+        "parallel.expert_tensor=2",
+        "parallel.distributed_optimizer=true",
+        "parallel.overlap_grad_reduce=true",
+    ],
     "pp2_dp2": ["parallel.pipeline=2"],
     "pp4_vpp2": ["parallel.pipeline=4", "parallel.virtual_pipeline=2"],
     "tp4_sp": ["parallel.tensor=4"],
@@ -141,6 +165,22 @@ CASES: dict[str, list[str]] = {
 }
 # One-rank cases beside `one` that are other models, with checkpoints of their own.
 MODELS = ("one_block",)
+# These route by themselves: their arithmetic is that of one rank, bit for bit.
+FREE = (
+    "one_recompute_full",
+    "one_recompute_selective",
+    "one_evaluated",
+    "one_block_recompute_full",
+    "one_block_recompute_selective",
+)
+
+
+def truth_of(case: str) -> str:
+    """The case on one rank that a case is compared with."""
+    for special in ("isolated", "gated", "padded", "awkward", "block"):
+        if special in case:
+            return f"one_{special}"
+    return "one"
 
 
 def main() -> None:
@@ -151,12 +191,14 @@ def main() -> None:
         name, _, fault = case.partition(":")
         config = compose([*COMMON, *CASES[name], *extra], world_size=place.world_size)
         undo = FAULTS[fault].before() if fault else None
+        appended = appended_padding() if "appended" in name else None
         state = build_state(config, place)
         if fault:
             FAULTS[fault].after(state)
         record = run_case(state, folder, name=name, resume=not fault)
-        if undo:
-            undo()
+        for undoing in (undo, appended):
+            if undoing:
+                undoing()
         if place.rank == 0:
             torch.save(record, folder / f"{case.replace(':', '_')}.pt")
         parallel_state.destroy_model_parallel()
@@ -165,10 +207,14 @@ def main() -> None:
 
 def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dict[str, Any]:
     """Everything about one case, on every rank (whole tensors on rank 0 only)."""
-    record: dict[str, Any] = {"loss": [], "grad_norm": []}
+    record: dict[str, Any] = {"loss": [], "grad_norm": [], "loads": []}
     start = whole(state, main_weight)
     record["initial"] = start
-    evaluation = losses_in(held_out_loss(state))
+    truth = truth_of(name)
+    replay = Replay(state, folder / f"{truth}.routing", record=name == truth, free=name in FREE)
+    evaluated, batch = state.config.evaluate.tokens, state.config.train.batch_tokens
+    with replay("evaluation_0", evaluated):
+        evaluation = losses_in(held_out_loss(state))
     step = state.optimizer.step
 
     def step_and_keep_gradient() -> Any:
@@ -180,19 +226,30 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
     for number in range(STEPS):
         if name in ("one", *MODELS) and number == STEPS - 1:
             save_here(state, folder / model_of(name))
-        values = train_step(state)
+        with replay(f"step_{number}", batch):
+            values = train_step(state)
+        replay.biases(f"step_{number}")
         record["loss"].append(values["loss"])
         record["grad_norm"].append(values["grad_norm"])
+        record["loads"].append(state.loads)
+        if name == "one_evaluated":
+            held_out_loss(state)
     record["update"] = difference(whole(state, main_weight), start)
-    evaluation += losses_in(held_out_loss(state))
+    with replay("evaluation_1", evaluated):
+        evaluation += losses_in(held_out_loss(state))
     record["evaluation"] = evaluation
+    record["rerouted"] = added(replay.rerouted, replay.first_rerouted)
+    record["margin"] = replay.margin
     checkpoint = folder / model_of(name) / "checkpoints" / f"step_{STEPS - 1:08d}"
     if resume and checkpoint.exists() and ("gated" not in name):
         state.restore(load(checkpoint, state.chunks, state.optimizer, state.mesh))
         begin = whole(state, main_weight)
-        values = train_step(state)
+        with replay("resumed", batch):
+            values = train_step(state)
+        record["resumed_loads"] = state.loads
         record["resumed_loss"] = values["loss"]
         record["resumed_update"] = difference(whole(state, main_weight), begin)
+    replay.close()
     return record
 
 
@@ -212,6 +269,29 @@ def save_here(state: TrainState, folder: Path) -> None:
     )
     saver.save(state.step, state.chunks, state.optimizer, state.extra())
     saver.close()
+
+
+def added(*counts: int) -> list[int]:
+    """Sums over all ranks."""
+    sums = torch.tensor(counts)
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def appended_padding() -> Callable[[], None]:
+    """Rows get padding up to a multiple of 20 that nothing asks for; returns what undoes it."""
+    real = share.part_of_rank
+    PAD["multiple"] = 20
+
+    def part(batch: MicroBatch, *, rank: int, ranks: int, multiple: int = 1) -> MicroBatch:
+        return real(batch, rank=rank, ranks=ranks, multiple=20)
+
+    def undo() -> None:
+        share.part_of_rank = real
+        PAD.clear()
+
+    share.part_of_rank = part
+    return undo
 
 
 def main_weight(param: Tensor) -> Tensor:
