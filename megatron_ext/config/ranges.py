@@ -115,6 +115,7 @@ RANGES: dict[str, Range] = {
     "checkpoint.keep_every": AMOUNT,
     "logging.interval": COUNT,
     "logging.expert_interval": AMOUNT,
+    "logging.health_interval": AMOUNT,
     "generate.max_new_tokens": COUNT,
     "generate.temperature": AMOUNT,
     "generate.top_k": AMOUNT,

@@ -399,6 +399,9 @@ class LoggingOptions:
     expert_interval: int = option(
         10, "Every expert's load to layers.jsonl every so many steps; 0: never", unit="steps"
     )
+    health_interval: int = option(
+        50, "Decay and gates of attention measured every so many steps; 0: never", unit="steps"
+    )
     wandb: Wandb = option(Wandb.disabled, "Weights & Biases")
     wandb_project: str = option("megatron-ext", "Project on wandb")
     wandb_entity: str | None = option(None, "Team or user on wandb")

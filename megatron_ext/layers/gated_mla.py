@@ -43,6 +43,7 @@ from megatron_ext.layers.linears import (
     tensor_group,
 )
 from megatron_ext.layers.norms import RMSNorm
+from megatron_ext.ops.kda.health import AttentionHealth, Sum
 from megatron_ext.ops.latent_attention import LatentWidths, context_latent_attention
 from megatron_ext.parallel.context import span_of
 
@@ -63,6 +64,9 @@ class GatedMLA(ShardedModule):
         pg_collection: process groups; None takes megatron-core's.
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
 
+    Attributes:
+        health: gets the statistics of the gate in forward passes of training while it is set.
+
     Raises:
         ConfigError: heads do not divide over the ranks.
     """
@@ -82,6 +86,7 @@ class GatedMLA(ShardedModule):
         super().__init__(config, tp_group=tp_group)
         self.cp_group = context_group(config, pg_collection)
         self.options = options
+        self.health: AttentionHealth | None = None
         self.local_heads = local_share(options.num_heads, tp_group, key="model.mla.num_heads")
         key_width = options.qk_nope_head_dim + options.qk_rope_head_dim
         hidden = config.hidden_size
@@ -163,7 +168,11 @@ class GatedMLA(ShardedModule):
         else:
             o = core(*core_inputs)
         if self.gate is not None:
-            o = sigmoid_gate(o, self.gate(x))
+            gate = self.gate(x)
+            # Gradients are off in the first of the two passes of a layer that is recomputed.
+            if self.health is not None and self.training and torch.is_grad_enabled():
+                self.health.add_gate(Sum.ATTENTION_OUTPUTS, Sum.ATTENTION_GATE, gate)
+            o = sigmoid_gate(o, gate)
         return self.out(o)
 
     def _enter(self, x: Tensor) -> Tensor:

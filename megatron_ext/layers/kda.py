@@ -12,10 +12,14 @@ All weights are head-major, so tensor parallelism is a plain split.
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, float32, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -41,6 +45,7 @@ from megatron_ext.layers.linears import (
 )
 from megatron_ext.layers.norms import GatedHeadNorm
 from megatron_ext.ops.kda import context_kda, kda, short_conv
+from megatron_ext.ops.kda.health import AttentionHealth, Sum
 from megatron_ext.parallel.context import span_of, with_previous
 
 
@@ -54,6 +59,9 @@ class KimiDeltaAttention(ShardedModule):
         options: sizes, gate and backend.
         pg_collection: process groups; None takes megatron-core's.
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
+
+    Attributes:
+        health: gets the statistics of the forward passes of training while it is set.
 
     Raises:
         ConfigError: heads do not divide over the ranks, or value and key heads differ in width.
@@ -79,6 +87,7 @@ class KimiDeltaAttention(ShardedModule):
             )
         self.cp_group = context_group(config, pg_collection)
         self.options = options
+        self.health: AttentionHealth | None = None
         heads = local_share(options.num_heads, tp_group, key="model.kda.num_heads")
         self.local_heads = heads
         width = options.num_heads * options.head_dim
@@ -171,19 +180,52 @@ class KimiDeltaAttention(ShardedModule):
             gate_input = enter_tensor_parallel(
                 self.gate_down(hidden_states), config=self.config, tp_group=self.tp_group
             )
+        # Gradients are off in the first of the two passes of a layer that is recomputed.
+        health = self.health if self.training and torch.is_grad_enabled() else None
         core_inputs = (self.qkv(x), self.decay_up(decay), self.beta(x), packed_seq_params)
+        core = partial(self._core, keep_state=health is not None)
         if self.training and recompute_core(self.config):
             # Nothing in the core is random, so no generator state has to be kept.
-            o = checkpoint(self._core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
+            o, state = checkpoint(core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
         else:
-            o = self._core(*core_inputs)
+            o, state = core(*core_inputs)
         gate = self.gate_up(gate_input).transpose(0, 1).unflatten(-1, (self.local_heads, -1))
+        if health is not None:
+            self._measure(health, core_inputs[1], core_inputs[2], gate, state)
         return self.out(self.norm(o, gate).flatten(-2).transpose(0, 1).contiguous())
 
+    def _measure(
+        self,
+        health: AttentionHealth,
+        z: Tensor,
+        beta_logits: Tensor,
+        output_gate: Tensor,
+        state: Tensor | None,
+    ) -> None:
+        options, heads = self.options, self.local_heads
+        health.add_decay(
+            z.detach().transpose(0, 1).unflatten(-1, (heads, options.head_dim)),
+            self.A_log,
+            self.dt_bias.view(heads, options.head_dim),
+            gate=options.gate,
+            lower_bound=options.lower_bound,
+        )
+        health.add_gate(Sum.WRITES, Sum.BETA, beta_logits)
+        health.add_gate(Sum.OUTPUTS, Sum.OUTPUT_GATE, output_gate)
+        if state is not None:
+            health.add_state(state)
+
     def _core(
-        self, qkv: Tensor, z: Tensor, beta_logits: Tensor, packed: PackedSeqParams | None
-    ) -> Tensor:
-        """Convolution and delta rule: [s, b, 3*H*K], [s, b, H*K], [s, b, H] to [b, s, H, K]."""
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        beta_logits: Tensor,
+        packed: PackedSeqParams | None,
+        *,
+        keep_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Convolution and delta rule: [s, b, 3*H*K], [s, b, H*K], [s, b, H] to [b, s, H, K], and
+        if it is wanted the state after the last token of each row or document that ends here."""
         options, heads, group = self.options, self.local_heads, self.cp_group
         cu_seqlens = conv_bounds = None if packed is None else packed.cu_seqlens_q
         halo = 0
@@ -211,7 +253,7 @@ class KimiDeltaAttention(ShardedModule):
             self.dt_bias.view(heads, options.head_dim),
         )
         if group is not None:
-            o, _ = context_kda(
+            o, state = context_kda(
                 *inputs,
                 gate=options.gate,
                 lower_bound=options.lower_bound,
@@ -221,13 +263,24 @@ class KimiDeltaAttention(ShardedModule):
                 backend=options.backend,
                 require=options.require,
             )
-            return o
-        o, _ = kda(
+            return o, _of_ended(state, packed, group=group, tokens=len(z)) if keep_state else None
+        return kda(
             *inputs,
             gate=options.gate,
             lower_bound=options.lower_bound,
             cu_seqlens=cu_seqlens,
+            output_final_state=keep_state,
             backend=options.backend,
             require=options.require,
         )
-        return o
+
+
+def _of_ended(
+    state: Tensor, packed: PackedSeqParams | None, *, group: ProcessGroup, tokens: int
+) -> Tensor | None:
+    """Of the states after this rank's part [N, H, K, V], those of rows or documents that end here:
+    a last one that goes on is zero or left out."""
+    if packed is None:
+        return state if group.rank() == group.size() - 1 else None
+    ends = (packed.cu_seqlens_q == (group.rank() + 1) * tokens).any()
+    return torch.cat([state[:-1], state[-1:] * ends])

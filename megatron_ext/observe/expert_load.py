@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.observe.registry import TOP_LAYERS
+from megatron_ext.observe.metric_table import TOP_LAYERS
 
 if TYPE_CHECKING:  # torch takes seconds, and a report of a finished run does not need it
     from torch import Tensor
@@ -163,6 +163,11 @@ def over_layers(layers: Integers, statistics: Mapping[str, Floats]) -> dict[str,
         result[f"{name}/mean"] = float(seen.mean())
         result[f"{name}/layer"] = float(where[worst])
     return result
+
+
+def round_values(values: Sequence[float] | Floats) -> list[float | None]:
+    """Numbers for a record: six digits, None where there is no value."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
 class ExpertLoad:

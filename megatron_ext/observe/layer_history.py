@@ -4,10 +4,12 @@
 line:
 
     {"step": 100, "experts": {"layers": [1, ...], "tokens": 8192, "top_k": 16,
-                              "counts": {...}, "statistics": {"moe/max_violation": [...], ...}}}
+                              "counts": {...}, "statistics": {"moe/max_violation": [...], ...}},
+     "attention": {"layers": [0, ...], "statistics": {"kda/decay_mean": [...], ...}}}
 
-`counts` are the exact loads [layer, expert], packed: 92 layers of 896 experts take about 150 KB.
-The file is cut back on resume as `metrics.jsonl` is, and a line that a kill tore is passed over.
+A part is there in the steps in which it was measured. `counts` are the exact loads [layer, expert],
+packed: 92 layers of 896 experts take about 150 KB. The file is cut back on resume, as
+`metrics.jsonl` is, and a line that a kill tore is passed over.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.observe import registry
-from megatron_ext.observe.expert_load import Floats, LoadTable
+from megatron_ext.observe.expert_load import Floats, LoadTable, round_values
 from megatron_ext.observe.jsonl import JsonlFile, read_rows
 
 FILE_NAME = "layers.jsonl"
@@ -43,7 +44,7 @@ class LayerHistory(JsonlFile):
         super().__init__(folder / FILE_NAME, resume_step=resume_step)
 
     def write(self, step: int, parts: Mapping[str, Any]) -> None:
-        """Append one record: `experts` and what else was measured in this step."""
+        """Append one record: `experts`, `attention`, whichever was measured in this step."""
         self.append(step, json.dumps({"step": step, **parts}, allow_nan=False))
 
 
@@ -76,11 +77,6 @@ def expert_record(table: LoadTable, statistics: Mapping[str, Floats]) -> dict[st
             if registry.is_reproducible(name)
         },
     }
-
-
-def round_values(values: Sequence[float] | Floats) -> list[float | None]:
-    """Numbers for a record: six digits, None where there is no value."""
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 
 def pack_counts(counts: NDArray[np.int64]) -> dict[str, Any]:

@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from megatron_ext.config.schema import LoggingOptions
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.observe import registry, run_files
+from megatron_ext.observe.attention_health import (
+    health_metrics,
+    health_record,
+    health_statistics,
+)
 from megatron_ext.observe.console import Console
 from megatron_ext.observe.expert_load import ExpertLoad, LoadTable
 from megatron_ext.observe.jsonl import JsonlSink
@@ -23,6 +28,7 @@ from megatron_ext.observe.wandb_layers import interval as media_interval
 from megatron_ext.observe.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
+    from megatron_ext.ops.kda.health import LayerHealth
     from megatron_ext.ops.quantile.load import LayerLoad
 
 
@@ -116,7 +122,12 @@ class Metrics:
             self._console.warn(text)
 
     def step(
-        self, step: int, values: Mapping[str, float], *, loads: Sequence[LayerLoad] = ()
+        self,
+        step: int,
+        values: Mapping[str, float],
+        *,
+        loads: Sequence[LayerLoad] = (),
+        health: Sequence[LayerHealth] = (),
     ) -> None:
         """The row of a step, with what an evaluation after it found.
 
@@ -128,6 +139,7 @@ class Metrics:
             values: metrics by registered name; what every row holds must be there (NaN becomes
                 null).
             loads: of the expert layers in this step, from the whole global batch.
+            health: of the attention layers, where they were measured in this step.
 
         Raises:
             ValueError: a name is not registered or missing, or the step is out of order.
@@ -135,8 +147,15 @@ class Metrics:
         if not self._writer:
             return
         row = {"step": float(step), **{name: float(value) for name, value in values.items()}}
+        history: dict[str, Any] = {}
         if loads:
-            row |= self._experts(step, LoadTable.gather(loads))
+            row |= self._experts(step, LoadTable.gather(loads), history)
+        if health:
+            found = health_statistics(health)
+            row |= health_metrics(health, found)
+            history["attention"] = health_record(health, found)
+        if history:
+            self._history.write(step, history)
         row = {name: row[name] for name in registry.ordered(row)}
         missing = [name for name in registry.required_names() if name not in row]
         if missing:
@@ -151,11 +170,11 @@ class Metrics:
         if self._tensorboard is not None:
             self._tensorboard.write(step, row)
 
-    def _experts(self, step: int, table: LoadTable) -> dict[str, float]:
-        """The metrics of the expert layers; their detail goes to the history when it is due."""
+    def _experts(self, step: int, table: LoadTable, history: dict[str, Any]) -> dict[str, float]:
+        """The metrics of the expert layers; when it is due their detail goes to the history."""
         statistics = self._expert_load.statistics(table)
         if is_due(step, interval=self._expert_interval, total_steps=self._total_steps):
-            self._history.write(step, {"experts": expert_record(table, statistics)})
+            history["experts"] = expert_record(table, statistics)
         if is_due(step, interval=self._media_interval, total_steps=self._total_steps):
             self._wandb.write_layers(step, table, statistics)
         return self._expert_load.metrics(table, statistics)

@@ -31,6 +31,7 @@ from megatron_ext.observe.layer_history import (
     read_history,
     unpack_counts,
 )
+from megatron_ext.observe.metric_table import EXPERT_METRICS, TOP_LAYERS
 from megatron_ext.observe.metrics import Metrics
 from megatron_ext.ops.quantile.load import LayerLoad
 from tests.support.loads import draw_loads
@@ -151,8 +152,8 @@ def test_the_number_of_keys_does_not_grow_and_all_are_registered(layers: int, ex
     for step in (1, 2):
         table = LoadTable.gather(draw_loads(step, layers=layers, experts=experts, top_k=4))
         found = watch.metrics(table, watch.statistics(table))
-    registered = {metric.name for metric in registry.EXPERT_METRICS}
-    if layers >= registry.TOP_LAYERS:
+    registered = {metric.name for metric in EXPERT_METRICS}
+    if layers >= TOP_LAYERS:
         assert found.keys() == registered
     else:
         assert found.keys() == {name for name in registered if not name.startswith("moe/top/")}

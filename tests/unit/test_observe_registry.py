@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.observe import registry
+from megatron_ext.observe.metric_table import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,11 +41,11 @@ def test_an_unregistered_name_is_refused_with_the_nearest_one() -> None:
 def test_a_family_takes_any_source_and_each_name_has_one_entry() -> None:
     assert registry.find("loss/web-2.1_en").name == "loss/<source>"
     assert registry.find("eval/loss/code").name == "eval/loss/<source>"
-    names = [metric.name for metric in registry.METRICS]
+    names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
-    for metric in registry.METRICS:
+    for metric in METRICS:
         example = metric.name.replace("<source>", "code").replace("<start>", "1024")
-        assert [other.name for other in registry.METRICS if other.matches(example)] == [metric.name]
+        assert [other.name for other in METRICS if other.matches(example)] == [metric.name]
         assert metric.unit
         assert metric.meaning
         assert "\n" not in metric.meaning

@@ -1,0 +1,85 @@
+"""Measures attention in some of the training steps: hands each layer its statistics, adds them up.
+
+In all other steps the layers hold none and do nothing for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.checkpoint.state import unwrap
+from megatron_ext.config.layout import stage_layers
+from megatron_ext.layers.gated_mla import GatedMLA
+from megatron_ext.layers.kda import KimiDeltaAttention
+from megatron_ext.ops.kda.health import (
+    MAXIMA,
+    SUMS,
+    AttentionHealth,
+    LayerHealth,
+    layer_health,
+)
+from megatron_ext.train.state import TrainState
+
+
+class HealthWatch:
+    """Call `begin` before a training step that is to be measured, and `end` after it.
+
+    Args:
+        state: whose model is measured.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._device, self._mesh = state.runtime.device, state.mesh
+        self._layers = state.config.model.num_layers
+        self._modules = attention_layers(state)
+        self._measured: dict[int, AttentionHealth] = {}
+
+    def begin(self) -> None:
+        """From here on every attention layer counts."""
+        self._measured = {layer: AttentionHealth(self._device) for layer in self._modules}
+        self._hand_out(self._measured)
+
+    def end(self) -> list[LayerHealth]:
+        """Stop, and add up over all ranks. Collective.
+
+        Returns:
+            A record for every layer of the model that measured something, on every rank.
+        """
+        self._hand_out({})
+        sums = torch.zeros(self._layers, SUMS, dtype=torch.float64, device=self._device)
+        maxima = torch.zeros(self._layers, MAXIMA, dtype=torch.float64, device=self._device)
+        for layer, health in self._measured.items():
+            sums[layer], maxima[layer] = health.sums, health.maxima
+        self._measured = {}
+        # Tensor parallel ranks hold other heads, data and context parallel ones other tokens,
+        # pipeline stages other layers: nothing is there twice.
+        for group in (self._mesh.tp, self._mesh.dp_cp, self._mesh.pp):
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        rows = zip(sums.cpu(), maxima.cpu(), strict=True)
+        records = [layer_health(layer, *row) for layer, row in enumerate(rows)]
+        return [record for record in records if record.values]
+
+    def _hand_out(self, health: dict[int, AttentionHealth]) -> None:
+        for layer, modules in self._modules.items():
+            for module in modules:
+                module.health = health.get(layer)
+
+
+def attention_layers(state: TrainState) -> dict[int, list[KimiDeltaAttention | GatedMLA]]:
+    """The attention modules of this rank by 0-based number of their layer in the model."""
+    stage = stage_layers(state.config.parallel, state.config.model.num_layers)
+    own = stage[state.mesh.pp.rank()]
+    found: dict[int, list[KimiDeltaAttention | GatedMLA]] = {}
+    for numbers, chunk in zip(own, state.chunks, strict=True):
+        decoder: Any = unwrap(chunk).decoder
+        for number, layer in zip(numbers, decoder.layers, strict=True):
+            found[number] = [
+                module
+                for module in layer.modules()
+                if isinstance(module, KimiDeltaAttention | GatedMLA)
+            ]
+    return found
