@@ -171,7 +171,8 @@ class GatedMLA(ShardedModule):
             gate = self.gate(x)
             # Gradients are off in the first of the two passes of a layer that is recomputed.
             if self.health is not None and self.training and torch.is_grad_enabled():
-                self.health.add_gate(Sum.ATTENTION_OUTPUTS, Sum.ATTENTION_GATE, gate)
+                logits = gate.transpose(0, 1)
+                self.health.add_gate(Sum.ATTENTION_OUTPUTS, Sum.ATTENTION_GATE, logits)
             o = sigmoid_gate(o, gate)
         return self.out(o)
 

@@ -210,7 +210,7 @@ class KimiDeltaAttention(ShardedModule):
             gate=options.gate,
             lower_bound=options.lower_bound,
         )
-        health.add_gate(Sum.WRITES, Sum.BETA, beta_logits)
+        health.add_gate(Sum.WRITES, Sum.BETA, beta_logits.transpose(0, 1))
         health.add_gate(Sum.OUTPUTS, Sum.OUTPUT_GATE, output_gate)
         if state is not None:
             health.add_state(state)

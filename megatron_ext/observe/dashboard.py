@@ -48,6 +48,10 @@ def _worst_and_mean(name: str) -> tuple[str, str]:
     return name, f"{name}/mean"
 
 
+def _spread(name: str) -> tuple[str, str, str]:
+    return name, f"{name}/min", f"{name}/max"
+
+
 SECTIONS: tuple[tuple[str, tuple[Curves, ...]], ...] = (
     (
         "Health",
@@ -103,6 +107,18 @@ SECTIONS: tuple[tuple[str, tuple[Curves, ...]], ...] = (
             ),
             Curves("Violation with the new bias", _worst_and_mean("balance/predicted_violation")),
             Curves("Margins out of range", ("balance/out_of_range",)),
+        ),
+    ),
+    (
+        "Attention",
+        (
+            Curves("Decay", ("kda/decay_p99", "kda/decay_p50", "kda/decay_p01", "kda/decay_mean")),
+            Curves("Saturated gates", ("kda/saturated_low", "kda/saturated_high")),
+            Curves("Decay of a tile, nats", _worst_and_mean("kda/tile_decay")),
+            Curves("State norm", _worst_and_mean("kda/state_norm"), log=True),
+            Curves("Write strength", _spread("kda/beta_mean")),
+            Curves("Output gate, linear attention", _spread("kda/output_gate_mean")),
+            Curves("Output gate, full attention", _spread("mla/gate_mean")),
         ),
     ),
     ("Optimizer", (Curves("Learning rate", ("lr",)), Curves("Gradient norm", ("grad_norm",)))),

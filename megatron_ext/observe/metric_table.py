@@ -150,7 +150,8 @@ ATTENTION_METRICS: tuple[Metric, ...] = (
     *_over_layers(
         "kda/state_norm",
         "1",
-        "Largest Frobenius norm of a head's last state; not under context parallelism",
+        "Largest Frobenius norm of a head's last state; not where sequences are padded or split "
+        "over ranks",
     ),
     *_spread("kda/beta_mean", "Mean write strength beta"),
     *_spread("kda/output_gate_mean", "Mean of the output gate"),

@@ -22,6 +22,7 @@ from megatron_ext.ops.kda.health import (
     layer_health,
 )
 from megatron_ext.train.state import TrainState
+from megatron_ext.train.step import row_length, sharing
 
 
 class HealthWatch:
@@ -35,11 +36,15 @@ class HealthWatch:
         self._device, self._mesh = state.runtime.device, state.mesh
         self._layers = state.config.model.num_layers
         self._modules = attention_layers(state)
+        self._valid_tokens = valid_tokens(state)
         self._measured: dict[int, AttentionHealth] = {}
 
     def begin(self) -> None:
         """From here on every attention layer counts."""
-        self._measured = {layer: AttentionHealth(self._device) for layer in self._modules}
+        self._measured = {
+            layer: AttentionHealth(self._device, valid_tokens=self._valid_tokens)
+            for layer in self._modules
+        }
         self._hand_out(self._measured)
 
     def end(self) -> list[LayerHealth]:
@@ -67,6 +72,17 @@ class HealthWatch:
         for layer, modules in self._modules.items():
             for module in modules:
                 module.health = health.get(layer)
+
+
+def valid_tokens(state: TrainState) -> int | None:
+    """Tokens of this rank's part of a row before its padding; None: rows are not padded."""
+    share = sharing(state)
+    length = row_length(state.config)
+    total = share.padded(length)
+    if total == length:
+        return None
+    own = total // share.context.size()
+    return min(max(length - share.context.rank() * own, 0), own)
 
 
 def attention_layers(state: TrainState) -> dict[int, list[KimiDeltaAttention | GatedMLA]]:

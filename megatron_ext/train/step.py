@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_ext.config.layout import sequence_parallel
+from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import MicroBatch, micro_batches
 from megatron_ext.data.statistics import batch_statistics, bucket_starts
 from megatron_ext.errors import TrainingHalted
@@ -146,10 +147,7 @@ def run_schedule(
     packed = config.data.isolate_documents
     sequences = config.train.micro_batch_size
     many = len(state.chunks) > 1
-    share = Share(
-        context=state.mesh.cp,
-        tensor=state.mesh.tp if sequence_parallel(config.parallel) else None,
-    )
+    share = sharing(state)
     buckets = bucket_starts(config.data.sequence_length, first=config.evaluate.position_bucket)
     groups = len(state.sources) + len(buckets)
     stored = get_forward_backward_func()(
@@ -169,9 +167,7 @@ def run_schedule(
         **schedule_arguments(
             config,
             stage=int(state.mesh.pp.rank()),
-            sequence_length=share.padded(
-                config.data.sequence_length * (sequences if packed else 1)
-            ),
+            sequence_length=share.padded(row_length(config)),
         ),
     )
     sums = torch.zeros(2, groups, dtype=torch.float64, device=state.runtime.device)
@@ -184,6 +180,18 @@ def run_schedule(
         row.split([len(state.sources), len(buckets)]) for row in sums.cpu()
     )
     return Losses(total, tokens, position_total, position_tokens, buckets)
+
+
+def sharing(state: TrainState) -> Share:
+    """How the ranks of the layout share rows of tokens out."""
+    sequence = sequence_parallel(state.config.parallel)
+    return Share(context=state.mesh.cp, tensor=state.mesh.tp if sequence else None)
+
+
+def row_length(config: RunConfig) -> int:
+    """Tokens of a row: a sequence, or with isolated documents all those of a micro-batch."""
+    sequences = config.train.micro_batch_size if config.data.isolate_documents else 1
+    return config.data.sequence_length * sequences
 
 
 def forward(

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.ops.kda.health import LayerHealth
 from tests.support.layout_worker import FREE, truth_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(1800)
 LOSS = 1e-5  # float32 sums in another order; seen 1e-7
 TENSOR = 1e-4  # seen up to 7e-5 (updates divide by the root of the second moment)
+# Of a share that counts gates beyond a threshold: rounding moves a few of 65 000 across it.
+HEALTH = 1e-3
 # Below this share of the whole gradient's norm a tensor counts as about zero: what is left of it is
 # rounding of larger terms.
 FLOOR = 1e-6
@@ -124,6 +127,7 @@ FAULTS = (
     "tp2_sp_block:lost_query_sum",
     "pp2_vpp2_block:lost_kept_gradient",
     "pp2_vpp2_block:kept_gradient_twice",
+    "tp2_sp:lost_health_sum",
 )
 
 
@@ -170,6 +174,30 @@ def worst(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> tupl
     return distances[name], name
 
 
+def health_distance(
+    ours: dict[int, LayerHealth], truth: dict[int, LayerHealth], *, case: str
+) -> float:
+    """Largest difference of a statistic of attention; infinite where something was counted more
+    or less often."""
+    # Parts of a sequence have no last state of it, and tiles of their own; nor has a padded one.
+    split = {"state_norm", "tile_decay"} if "cp" in case else set()
+    split |= {"state_norm"} if "padded" in case else set()
+    if ours.keys() != truth.keys():
+        return math.inf
+    distances = [0.0]
+    for layer, wanted in truth.items():
+        found = ours[layer]
+        names = wanted.values.keys() - split
+        if found.values.keys() - split != names or sum(found.rates) != sum(wanted.rates):
+            return math.inf
+        for name in names:
+            value = wanted.values[name]
+            distances.append(abs(found.values[name] - value) / max(abs(value), 0.1))
+        moved = sum(abs(a - b) for a, b in zip(found.rates, wanted.rates, strict=True))
+        distances.append(moved / max(1, sum(wanted.rates)))
+    return max(distances)
+
+
 def compare(folder: Path, case: str) -> dict[str, Any]:
     """The largest differences of a case from one rank."""
     ours, truth = read(folder, case), read(folder, truth_of(case))
@@ -185,6 +213,7 @@ def compare(folder: Path, case: str) -> dict[str, Any]:
         "initial": worst(ours["initial"], truth["initial"])[0],
         "update": worst(ours["update"], truth["update"]),
         **compare_loads(ours, truth),
+        "health": health_distance(ours["health"], truth["health"], case=case),
     }
     # A rank of a sharded optimizer holds whole gradients of its own share only.
     row["gradient"] = (
@@ -206,6 +235,7 @@ def is_equal(row: dict[str, Any]) -> bool:
         and row["counts"] == 0
         and row["bias"] <= 1.0
         and row["margin"] <= CUT_OFF
+        and row["health"] <= HEALTH
         and row.get("resumed_loss", 0.0) <= LOSS * 10
         and row.get("resumed", (0.0,))[0] <= TENSOR
     )
@@ -235,6 +265,7 @@ def compare_faulty(folder: Path, case: str) -> dict[str, Any]:
         "gradient": worst(ours["gradient"], truth["gradient"]),
         "update": worst(ours["update"], truth["update"]),
         **compare_loads(ours, truth),
+        "health": health_distance(ours["health"], truth["health"], case=case),
     }
 
 
@@ -282,14 +313,14 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     biases in bins, the tokens that a free run would reroute (in step 1 / in all passes, summed over
     layers and ranks), and how far from its cut-off a score of step 1 was that decided so."""
     lines = [
-        f"{'case':<28}{'loss':>9}{'norm':>9}{'gradient':>10}{'update':>9}{'resumed':>9}"
-        f"{'bias':>6}{'rerouted':>10}{'margin':>9}  worst gradient"
+        f"{'case':<28}{'loss':>9}{'norm':>9}{'gradient':>10}{'update':>9}{'health':>9}"
+        f"{'resumed':>9}{'bias':>6}{'rerouted':>10}{'margin':>9}  worst gradient"
     ]
     for case, row in rows.items():
         resumed = f"{row['resumed'][0]:9.1e}" if "resumed" in row else f"{'-':>9}"
         lines.append(
             f"{case:<28}{row['loss']:9.1e}{row['norm']:9.1e}{row['gradient'][0]:10.1e}"
-            f"{row['update'][0]:9.1e}{resumed}{row['bias']:6.2f}"
+            f"{row['update'][0]:9.1e}{row['health']:9.1e}{resumed}{row['bias']:6.2f}"
             f"{'{}/{}'.format(*reversed(row['rerouted'])):>10}{row['margin']:9.1e}"
             f"  {row['gradient'][1]}"
         )

@@ -197,7 +197,16 @@ def _lost_width_sum() -> Callable[[], None]:
     return _replaced(token_dispatcher, "reduce_scatter_to_sequence_parallel_region", own_share)
 
 
+def _lost_health_sum() -> Callable[[], None]:
+    """Tensor: the health of attention is that of the heads of one rank."""
+    from megatron_ext.train import health
+
+    fake = SimpleNamespace(all_reduce=lambda *_, **__: None, ReduceOp=health.dist.ReduceOp)
+    return _replaced(health, "dist", fake)
+
+
 FAULTS = {
+    "lost_health_sum": Fault(before=_lost_health_sum),
     "lost_expert_sum": Fault(after=_lost_expert_sum),
     "shared_twice": Fault(after=_shared_twice),
     "counted_twice": Fault(before=_counted_twice),

@@ -31,6 +31,7 @@ from megatron_ext.model.init import named_shards
 from megatron_ext.parallel import runtime
 from megatron_ext.train import share
 from megatron_ext.train.evaluate import held_out_loss
+from megatron_ext.train.health import HealthWatch
 from megatron_ext.train.state import TrainState, build_state, gather_parameters
 from megatron_ext.train.step import train_step
 from tests.support.faults import FAULTS
@@ -226,8 +227,13 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
     for number in range(STEPS):
         if name in ("one", *MODELS) and number == STEPS - 1:
             save_here(state, folder / model_of(name))
+        if number == 0:
+            watch = HealthWatch(state)
+            watch.begin()
         with replay(f"step_{number}", batch):
             values = train_step(state)
+        if number == 0:
+            record["health"] = {health.layer: health for health in watch.end()}
         replay.biases(f"step_{number}")
         record["loss"].append(values["loss"])
         record["grad_norm"].append(values["grad_norm"])

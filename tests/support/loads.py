@@ -1,9 +1,11 @@
-"""Loads of expert layers that no model had to be trained for."""
+"""Loads of expert layers and health of attention that no model had to be trained for."""
 
 from __future__ import annotations
 
 import torch
 
+from megatron_ext.config.schema import Gate
+from megatron_ext.ops.kda.health import AttentionHealth, LayerHealth, Sum, layer_health
 from megatron_ext.ops.quantile.load import LayerLoad
 
 
@@ -36,4 +38,26 @@ def draw_loads(
                 dropped=torch.tensor(0),
             )
         )
+    return found
+
+
+def draw_health(step: int, *, layers: int = 4) -> list[LayerHealth]:
+    """Layers 0, 1, ... in a step, every fourth of full attention; gates open as training goes on.
+
+    A function of its arguments alone.
+    """
+    found = []
+    for layer in range(layers):
+        generator = torch.Generator().manual_seed(1000 * step + layer)
+        health = AttentionHealth("cpu")
+        logits = torch.randn(2, 32, 2, 4, generator=generator) + 0.1 * step
+        if layer % 4 == 3:
+            health.add_gate(Sum.ATTENTION_OUTPUTS, Sum.ATTENTION_GATE, logits)
+        else:
+            bias = torch.full((2, 4), -2.0 - layer)
+            health.add_decay(logits, None, bias, gate=Gate.bounded_plain, lower_bound=-5.0)
+            health.add_gate(Sum.WRITES, Sum.BETA, logits[..., 0])
+            health.add_gate(Sum.OUTPUTS, Sum.OUTPUT_GATE, logits)
+            health.add_state(torch.randn(2, 2, 4, 4, generator=generator))
+        found.append(layer_health(layer, health.sums, health.maxima))
     return found

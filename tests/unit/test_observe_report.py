@@ -24,17 +24,20 @@ from megatron_ext.observe.report.__main__ import main, write_report
 from megatron_ext.observe.report.lines import running_mean, thin
 from megatron_ext.observe.report.run_data import read_run
 from megatron_ext.observe.run_files import write_run
-from tests.support.loads import draw_loads
+from tests.support.loads import draw_health, draw_loads
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = {"loss", "loss-by-source", "optimizer", "throughput"}
+ATTENTION = {"decay", "decay-by-layer", "gates", "state"}
 EXPERTS = {"violation", "violation-over-time", "loads", "bias", "prediction", "lost"}
 # What would make a browser ask for something: any address, any import, any script.
 ADDRESS = re.compile(r"https?:|//|@import|url\((?!#)|<script|<link|<iframe", re.I)
 
 
-def write_steps(folder: Path, *, steps: int = 6, experts: int = 16, interval: int = 2) -> Path:
-    """A run folder as training writes it. Without experts: `experts=0`."""
+def write_steps(
+    folder: Path, *, steps: int = 6, experts: int = 16, interval: int = 2, health: int = 2
+) -> Path:
+    """A run folder as training writes it; 0 leaves experts or the health of attention out."""
     with Metrics(
         folder,
         logging=LoggingOptions(expert_interval=interval),
@@ -66,7 +69,12 @@ def write_steps(folder: Path, *, steps: int = 6, experts: int = 16, interval: in
             }
             if step % 3 == 0:
                 values |= log.evaluation(step, 1, {"eval/loss": loss, "eval/loss/code": loss})
-            log.step(step, values, loads=draw_loads(step, experts=experts) if experts else ())
+            log.step(
+                step,
+                values,
+                loads=draw_loads(step, experts=experts) if experts else (),
+                health=draw_health(step) if health and step % health == 0 else (),
+            )
     return folder
 
 
@@ -151,7 +159,7 @@ def test_secrets_stay_out_and_names_are_text(text: str) -> None:
 def test_every_plot_has_data(text: str) -> None:
     root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
     figures = {figure.get("id", ""): figure for figure in root.iter("figure")}
-    assert figures.keys() >= TRAINING | EXPERTS
+    assert figures.keys() == TRAINING | EXPERTS | ATTENTION
     for key, figure in figures.items():
         (svg,) = figure.iter("svg")
         assert svg.get("viewBox"), key
@@ -178,14 +186,14 @@ def test_plots_show_the_numbers_of_the_run(run: Path) -> None:
     assert "Step 6, 512 tokens, 4 of 16 experts" in loads.note
 
 
-def test_a_run_without_experts_has_fewer_plots_and_says_why(tmp_path: Path) -> None:
-    page = Page(render(write_steps(tmp_path / "run", experts=0)))
+def test_a_run_without_experts_and_health_has_fewer_plots_and_says_why(tmp_path: Path) -> None:
+    page = Page(render(write_steps(tmp_path / "run", experts=0, health=0)))
     keys = {value for tag, name, value in page.attributes if (tag, name) == ("figure", "id")}
-    assert keys >= TRAINING
-    assert not keys & EXPERTS
+    assert keys == TRAINING
     assert (
         "No layer of this run is a mixture of experts. Hence no plot of: Max violation" in page.text
     )
+    assert "logging.health_interval was 0" in page.text
 
 
 def test_a_run_that_kept_no_loads_says_why(tmp_path: Path) -> None:
@@ -212,7 +220,7 @@ def test_it_works_while_the_run_goes_on(run: Path, tmp_path: Path) -> None:
     assert "running, or crashed" in page.text
     assert "1/6" in page.text
     keys = {value for tag, name, value in page.attributes if (tag, name) == ("figure", "id")}
-    assert keys == (TRAINING | EXPERTS) - {"prediction"}
+    assert keys == (TRAINING | EXPERTS) - {"prediction"}  # attention is measured in step 2
 
 
 def break_line(path: Path, number: int, line: str) -> None:
@@ -232,6 +240,7 @@ def break_line(path: Path, number: int, line: str) -> None:
         ("layers.jsonl", '{"step": "2"}', r"layers\.jsonl: line 2 is of step 2"),
         ("layers.jsonl", '{"step": 2, "experts": 3}', r"record of step 2 is damaged"),
         ("layers.jsonl", '{"step": 2, "experts": {"counts": {}}}', r"record of step 2 is damaged"),
+        ("layers.jsonl", '{"step": 2, "attention": {"layers": []}}', r"of step 2 is damaged"),
         ("run.json", '{"run_id": ', r"run\.json: damaged"),
         ("config.yaml", "a: [", r"config\.yaml: damaged"),
     ],
@@ -250,7 +259,7 @@ def test_layers_that_do_not_fit_their_counts_are_damaged(run: Path, tmp_path: Pa
     record = json.loads((folder / "layers.jsonl").read_text().splitlines()[1])
     record["experts"]["layers"].pop()
     break_line(folder / "layers.jsonl", 2, json.dumps(record))
-    with pytest.raises(DataError, match=r"record of step 2 is damaged \(3 layers of counts"):
+    with pytest.raises(DataError, match=r"step 2 is damaged \(experts: lists of \[2, 3\]"):
         read_run(folder)
 
 

@@ -14,6 +14,9 @@ from megatron_ext.observe.report.svg import style, to_svg
 
 NO_EXPERTS = "No layer of this run is a mixture of experts."
 NO_HISTORY = "No loads of single experts were kept: logging.expert_interval was 0."
+NO_HEALTH = (
+    "Attention was not measured (logging.health_interval was 0), or no layer has what is measured."
+)
 NO_PREDICTION = "The balancing rule of this run predicts no loads, or has done one step only."
 
 
@@ -32,6 +35,7 @@ def sections(data: RunData) -> list[tuple[str, list[Plot]]]:
                 lost(data),
             ],
         ),
+        ("Attention", [decay(data), decay_by_layer(data), gates(data), state(data)]),
     ]
 
 
@@ -222,6 +226,100 @@ def lost(data: RunData) -> Plot:
         note="All should be near 0, and the load of ranks near 1 (it is 1 without expert "
         "parallelism).",
         missing=NO_EXPERTS,
+    )
+
+
+def decay(data: RunData) -> Plot:
+    quantiles = [
+        Line("kda/decay_p99", "99th percentile"),
+        Line("kda/decay_p50", "median"),
+        Line("kda/decay_p01", "1st percentile"),
+        Line("kda/decay_mean", "mean", reference=True),
+    ]
+    saturated = [
+        Line("kda/saturated_low", "near the lower bound", worst=True, scale=100),
+        Line("kda/saturated_high", "near no decay", worst=True, scale=100),
+    ]
+    return draw_lines(
+        data,
+        "decay",
+        "Decay of linear attention",
+        [
+            Panel("kept a token", quantiles, from_zero=True),
+            Panel("% of gates, worst layer", saturated, from_zero=True),
+        ],
+        note="What a channel of the state keeps from a token to the next, over all layers, heads "
+        "and channels; and the share of gates within 1 % of an end of their range.",
+        missing=NO_HEALTH,
+    )
+
+
+def decay_by_layer(data: RunData) -> Plot:
+    records = [
+        (step, part["layers"], part["statistics"]["kda/decay_mean"])
+        for step, part in data.part("attention")
+        if "kda/decay_mean" in part["statistics"]
+    ]
+    return layers_over_time(
+        data,
+        "decay-by-layer",
+        "Mean decay of every layer",
+        records,
+        unit="kept a token",
+        note="Dark rows remember long. Layers of full attention are blank.",
+        missing=NO_HEALTH,
+    )
+
+
+def gates(data: RunData) -> Plot:
+    def panel(name: str, unit: str) -> Panel:
+        lines = [
+            Line(name, "mean"),
+            Line(f"{name}/min", "lowest layer"),
+            Line(f"{name}/max", "highest layer"),
+        ]
+        return Panel(unit, lines)
+
+    return draw_lines(
+        data,
+        "gates",
+        "Gates of attention",
+        [
+            panel("kda/beta_mean", "write strength"),
+            panel("kda/output_gate_mean", "output, linear"),
+            panel("mla/gate_mean", "output, full"),
+        ],
+        note="Means over tokens, heads and channels, between 0 (shut) and 1 (open). A layer whose "
+        "output gate goes to 0 has switched its attention off.",
+        missing=NO_HEALTH,
+    )
+
+
+def state(data: RunData) -> Plot:
+    return draw_lines(
+        data,
+        "state",
+        "State of linear attention",
+        [
+            Panel(
+                "nats a tile",
+                [
+                    Line("kda/tile_decay", "strongest, worst layer", worst=True),
+                    Line("kda/tile_decay/mean", "mean of layers"),
+                ],
+            ),
+            Panel(
+                "norm",
+                [
+                    Line("kda/state_norm", "largest, worst layer", worst=True),
+                    Line("kda/state_norm/mean", "mean of layers"),
+                ],
+                log_from=10,
+            ),
+        ],
+        note="Decay over 16 tokens, whose inverse overflows in float32 beyond 88 nats; and the "
+        "Frobenius norm of a head's state after the last token.",
+        missing=NO_HEALTH,
     )
 
 

@@ -94,7 +94,7 @@ def read_run(folder: Path) -> RunData:
     history_path = folder / FILE_NAME
     history = _read(history_path, required=("step",)) if history_path.exists() else []
     for record in history:
-        _check_experts(history_path, record)
+        _check(history_path, record)
     return RunData(
         folder=folder,
         rows=rows,
@@ -134,15 +134,16 @@ def _read(path: Path, *, required: Iterable[str]) -> list[Row]:
     return rows
 
 
-def _check_experts(path: Path, record: Row) -> None:
-    experts = record.get("experts")
-    if experts is None:
-        return
+def _check(path: Path, record: Row) -> None:
     try:
-        counts = unpack_counts(experts["counts"])
-        sizes = {len(experts["layers"]), *map(len, experts["statistics"].values())}
-        if sizes != {len(counts)}:
-            raise ValueError(f"{len(counts)} layers of counts, lists of {sorted(sizes)} layers")
+        for name in ("experts", "attention"):
+            if name in record:
+                part = record[name]
+                sizes = {len(part["layers"]), *map(len, part["statistics"].values())}
+                if name == "experts":
+                    sizes.add(len(unpack_counts(part["counts"])))
+                if len(sizes) != 1:
+                    raise ValueError(f"{name}: lists of {sorted(sizes)} layers")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(
             f"{path}: the record of step {record['step']} is damaged ({error}); delete the line"

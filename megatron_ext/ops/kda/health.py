@@ -60,12 +60,17 @@ SUMS, MAXIMA = Sum.HISTOGRAM + BINS, len(Maximum)
 class AttentionHealth:
     """Statistics of one layer on one rank, under way.
 
+    Args:
+        valid_tokens: of each row that is added, so many count, and what follows is padding; None:
+            all of them.
+
     Attributes:
         sums: float64 [SUMS]; add them over ranks that see other tokens or heads.
         maxima: float64 [MAXIMA]; take their maximum over the same ranks.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, *, valid_tokens: int | None = None) -> None:
+        self._valid_tokens = valid_tokens
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
         self.maxima = torch.zeros(MAXIMA, dtype=torch.float64, device=device)
 
@@ -77,7 +82,10 @@ class AttentionHealth:
 
         Tiles are counted from the first token of each row, as the kernels do without documents.
         """
-        heads = max(1, _AT_ONCE // max(1, z[:, :, 0].numel()))
+        z = z[:, : self._valid_tokens]
+        if not z.numel():  # this rank's part is all padding
+            return
+        heads = max(1, _AT_ONCE // z[:, :, 0].numel())
         for first in range(0, z.shape[2], heads):
             part = slice(first, first + heads)
             g = log_decay(
@@ -108,14 +116,18 @@ class AttentionHealth:
 
     @torch.no_grad()
     def add_gate(self, count: Sum, total: Sum, logits: Tensor) -> None:
-        """Add sigmoid gates of any shape, given before their sigmoid, to a pair of sums."""
+        """Add sigmoid gates [B, T, ...], given before their sigmoid, to a pair of sums."""
+        logits = logits[:, : self._valid_tokens]
         wide = torch.promote_types(logits.dtype, torch.float32)
         self.sums[count] += logits.numel()
         self.sums[total] += torch.sigmoid(logits.to(wide)).sum(dtype=torch.float64)
 
     @torch.no_grad()
     def add_state(self, state: Tensor) -> None:
-        """Add the states after the last token of each row or document: [N, H, K, V]."""
+        """Add the states after the last token of each row or document: [N, H, K, V]. Does nothing
+        where rows are padded: these states have seen the padding."""
+        if self._valid_tokens is not None:
+            return
         self._raise(Maximum.STATE_NORM, torch.linalg.vector_norm(state, dim=(-2, -1)).amax())
 
     def _raise(self, place: Maximum, value: Tensor) -> None:
@@ -156,7 +168,7 @@ def layer_health(layer: int, sums: Tensor, maxima: Tensor) -> LayerHealth:
     if not total[Sum.GATES]:
         return LayerHealth(layer, values)
     values["tile_decay"] = most[Maximum.TILE_DECAY]
-    if most[Maximum.STATE_NORM]:  # a sequence that is split over ranks gives none
+    if most[Maximum.STATE_NORM]:  # sequences that are padded or split over ranks give none
         values["state_norm"] = most[Maximum.STATE_NORM]
     return LayerHealth(layer, values, tuple(int(count) for count in total[Sum.HISTOGRAM :]))
 
