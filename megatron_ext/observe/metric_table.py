@@ -150,8 +150,7 @@ ATTENTION_METRICS: tuple[Metric, ...] = (
     *_over_layers(
         "kda/state_norm",
         "1",
-        "Largest Frobenius norm of a head's last state; not where sequences are padded or split "
-        "over ranks",
+        "Largest Frobenius norm of a head's last state; not where the layout pads sequences",
     ),
     *_spread("kda/beta_mean", "Mean write strength beta"),
     *_spread("kda/output_gate_mean", "Mean of the output gate"),

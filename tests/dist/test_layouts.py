@@ -179,9 +179,9 @@ def health_distance(
 ) -> float:
     """Largest difference of a statistic of attention; infinite where something was counted more
     or less often."""
-    # Parts of a sequence have no last state of it, and tiles of their own; nor has a padded one.
-    split = {"state_norm", "tile_decay"} if "cp" in case else set()
-    split |= {"state_norm"} if "padded" in case else set()
+    # Parts of a sequence have tiles of their own; a padded one has no state without the padding.
+    split = {"tile_decay"} if "cp" in case else set()
+    split |= {"state_norm"} if "padded" in case or "awkward" in case else set()
     if ours.keys() != truth.keys():
         return math.inf
     distances = [0.0]

@@ -168,7 +168,7 @@ def layer_health(layer: int, sums: Tensor, maxima: Tensor) -> LayerHealth:
     if not total[Sum.GATES]:
         return LayerHealth(layer, values)
     values["tile_decay"] = most[Maximum.TILE_DECAY]
-    if most[Maximum.STATE_NORM]:  # sequences that are padded or split over ranks give none
+    if most[Maximum.STATE_NORM]:  # sequences that are padded give none
         values["state_norm"] = most[Maximum.STATE_NORM]
     return LayerHealth(layer, values, tuple(int(count) for count in total[Sum.HISTOGRAM :]))
 
