@@ -16,7 +16,8 @@ from megatron_ext.config.compose import compose, hydra_command
 from megatron_ext.config.reference import help_text
 from megatron_ext.config.schema import Mode, RunConfig
 from megatron_ext.config.sweep import expand
-from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.errors import ConfigError, MegatronExtError, TrainingHalted
+from megatron_ext.observe.refusal import report
 from megatron_ext.parallel.environment import read_environment
 
 COMMANDS = {
@@ -29,8 +30,7 @@ COMMANDS = {
 
 def main(words: Sequence[str]) -> int:
     """Run one command line; returns the exit code of `megatron_ext.errors`."""
-    environment = read_environment()
-    rank, world_size = environment.rank, environment.world_size
+    place = read_environment()
     if {"-h", "--help"} & set(words):
         print(help_text())
         return 0
@@ -39,14 +39,11 @@ def main(words: Sequence[str]) -> int:
             return hydra_command(words)
         if {"-m", "--multirun"} & set(words):
             return sweep([word for word in words if word not in ("-m", "--multirun")])
-        return run(compose(words, world_size=world_size))
-    except ConfigError as error:  # every rank finds the same
-        if rank == 0:
-            print(error, file=sys.stderr)
-        return error.exit_code
+        return place.process_code(run(compose(words, world_size=place.world_size)))
     except MegatronExtError as error:
-        print(f"[rank {rank}] {error}" if world_size > 1 else error, file=sys.stderr)
-        return error.exit_code
+        code = report(error, rank=place.rank, world_size=place.world_size, launched=place.launched)
+        # All ranks halt together; other errors may be of this one alone.
+        return place.process_code(code) if isinstance(error, TrainingHalted) else code
 
 
 def run(config: RunConfig) -> int:
@@ -61,8 +58,12 @@ def run(config: RunConfig) -> int:
 def sweep(words: Sequence[str]) -> int:
     """One process a job, one after the other; the first exit code that is not 0, else 0."""
     jobs = expand(words)
-    for job in jobs:
-        compose(job)
+    try:
+        for job in jobs:
+            compose(job)
+    except ConfigError as error:
+        error.run_dir = None  # the whole sweep is refused, not that run
+        raise
     codes = [
         subprocess.run([sys.executable, __file__, *job], check=False).returncode for job in jobs
     ]

@@ -9,11 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+STOPPED, HANG = 10, 50
+# Endings after which the same command, started again at once, would end in the same way or against
+# somebody's will. What comes next is for a person or a scheduler to say.
+FINAL = (STOPPED, 20, 30, 40)
+# The reason in `exit.json`, with code 10, when another stage of the curriculum is to be started.
+NEXT_STAGE = "next_stage"
+
 
 class MegatronExtError(Exception):
     """Base of every error whose message tells the user what to do."""
 
     exit_code: int = 1
+    #: Run folder in which `exit.json` is to be left; None when the run has left one, or has none.
+    run_dir: str | None = None
 
 
 class ConfigError(MegatronExtError):

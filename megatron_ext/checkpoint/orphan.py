@@ -1,11 +1,13 @@
-"""Helper processes that end with the run. No torch here."""
+"""Helper processes of a save: they end with the run, and not before it. No torch here."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -31,3 +33,19 @@ def end_with_parent() -> bool:
     if os.getppid() != parent:  # it died just before
         os._exit(1)
     return True
+
+
+@contextlib.contextmanager
+def helpers_shielded() -> Iterator[None]:
+    """Processes started here never see the signals that ask a run to stop.
+
+    SLURM and torchrun signal every process of a job, and a new one dies of them by default: the
+    helper, and with it the save that the signal asked for. What is blocked here stays blocked in
+    it; this process gets what came meanwhile at the end of the block.
+    """
+    blocked = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

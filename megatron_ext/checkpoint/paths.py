@@ -143,10 +143,15 @@ def publish(temporary: Path, step: int) -> Path:
         _remove(final)
     os.rename(temporary, final)
     _sync(folder)
-    _write(folder / f".{LATEST}.tmp", final.name + "\n")
+    point(folder, final.name)
+    return final
+
+
+def point(folder: Path, name: str) -> None:
+    """Let `latest` name a checkpoint, in one step."""
+    _write(folder / f".{LATEST}.tmp", name + "\n")
     os.replace(folder / f".{LATEST}.tmp", folder / LATEST)
     _sync(folder)
-    return final
 
 
 def prune(folder: Path, *, keep: int, keep_every: int) -> list[Path]:

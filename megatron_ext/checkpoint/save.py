@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -23,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import paths, rng, state
+from megatron_ext.checkpoint.orphan import helpers_shielded
 from megatron_ext.errors import CheckpointError
 
 T = TypeVar("T")
@@ -62,6 +64,9 @@ class Checkpointer:
         self._pending: int | None = None
         self._temporary = folder
         self._saved: int | None = None
+        self._begun = 0.0
+        #: How long the last save took from its call until `latest` named it, in seconds.
+        self.save_seconds: float | None = None
         self._queue = AsyncCallsQueue(persistent=False)
         # Kept between saves: it remembers which rank writes which replica.
         self._strategy = FullyParallelSaveStrategyWrapper(
@@ -100,6 +105,7 @@ class Checkpointer:
         self._finish(blocking=True)
         if step == self._saved:
             return
+        self._begun = time.monotonic()
         if paths.RESERVED in extra:
             raise ValueError(f"extra may not have the key {paths.RESERVED!r}")
         ours = {
@@ -121,21 +127,23 @@ class Checkpointer:
         }
         self._pending = step
         try:
-            request = dist_checkpointing.save(
-                content,
-                str(self._temporary),
-                self._strategy,
-                # Gathers a description of every tensor from every rank: once a run is enough.
-                validate_access_integrity=self._saved is None,
-                # Always in a forked writer, waited for below if need be: where torch fails to
-                # write in the training process, that process crashes at its next collection.
-                async_sharded_save=True,
-                async_strategy="mcore",
-            )
+            with helpers_shielded():
+                request = dist_checkpointing.save(
+                    content,
+                    str(self._temporary),
+                    self._strategy,
+                    # Gathers a description of every tensor from every rank: once a run is enough.
+                    validate_access_integrity=self._saved is None,
+                    # Always in a forked writer, waited for below if need be: where torch fails to
+                    # write in the training process, that process crashes at its next collection.
+                    async_sharded_save=True,
+                    async_strategy="mcore",
+                )
         except (CheckpointException, CheckpointingException, OSError) as error:
             self._fail(error)
         request.add_finalize_fn(partial(self._publish, step))
-        self._queue.schedule_async_request(request)
+        with helpers_shielded():  # the writer is forked here
+            self._queue.schedule_async_request(request)
         if not self._asynchronous:
             self._finish(blocking=True)
 
@@ -171,6 +179,7 @@ class Checkpointer:
             lambda: paths.publish(self._temporary, step), f"step {step}: cannot be renamed"
         )
         self._saved = step
+        self.save_seconds = time.monotonic() - self._begun
 
         def prune() -> None:
             paths.prune(self.folder, keep=self._keep, keep_every=self._keep_every)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_ext.config.overrides import Checked, check_overrides
 from megatron_ext.config.problem import Problem
-from megatron_ext.config.schema import AttentionResidualBackend, KdaBackend, RunConfig
+from megatron_ext.config.schema import AttentionResidualBackend, KdaBackend, Mode, RunConfig
 from megatron_ext.config.validate import find_problems
 from megatron_ext.errors import ConfigError
 
@@ -33,7 +33,7 @@ CONFIGS = REPOSITORY / "configs"
 def compose(
     overrides: Sequence[str],
     *,
-    world_size: int | None = None,
+    world_size: int | Callable[[RunConfig], int] | None = None,
     config_dir: Path = CONFIGS,
     cwd: Path | None = None,
 ) -> RunConfig:
@@ -42,7 +42,8 @@ def compose(
     Args:
         overrides: Hydra words: ``key=value``, ``group=option``, ``experiment=x`` or
             ``+experiment=x``.
-        world_size: ranks of the job; None leaves out what depends on their number.
+        world_size: ranks of the job, or what tells them from the configuration; None leaves out
+            what depends on their number.
         config_dir: the folder with ``config.yaml``.
         cwd: where relative paths start; default: the working directory.
 
@@ -68,6 +69,8 @@ def compose(
         raise ConfigError(checked.problems)
     assert isinstance(config, RunConfig)
     resolve_paths(config, cwd or Path.cwd())
+    if callable(world_size):
+        world_size = world_size(config)
     checked.problems += [p.text for p in find_problems(config, world_size) if _certain(p, checked)]
     if config.run.deterministic and config.model.kda.backend is KdaBackend.auto:
         # What `auto` takes on a GPU, fla, is not deterministic.
@@ -75,7 +78,12 @@ def compose(
     if config.run.deterministic and config.residual.backend is AttentionResidualBackend.auto:
         config.residual.backend = AttentionResidualBackend.dense
     if checked.problems:
-        raise ConfigError(checked.problems)
+        wrong = ConfigError(checked.problems)
+        # Where the run would have been, unless that itself is in doubt.
+        certain = not checked.broken_group and not checked.broken & {"run.dir", "run.name"}
+        if certain and config.run.mode is Mode.train and "run.mode" not in checked.broken:
+            wrong.run_dir = config.run.dir
+        raise wrong
     return config
 
 

@@ -27,15 +27,20 @@ class Range:
             value = self.high if value > 0 and math.isfinite(self.high) else self.low
         if value <= self.low:
             beside = self.low + min(0.01, (self.high - self.low) / 2)
-            return f"{beside if self.low_open else self.low:g}"
+            return _text(beside if self.low_open else self.low)
         beside = self.high - min(0.01, (self.high - self.low) / 2)
-        return f"{beside if self.high_open else self.high:g}"
+        return _text(beside if self.high_open else self.high)
 
     def __str__(self) -> str:
         if math.isinf(self.high):
-            return f"above {self.low:g}" if self.low_open else f"{self.low:g} or more"
+            return f"above {_text(self.low)}" if self.low_open else f"{_text(self.low)} or more"
         left, right = "(" if self.low_open else "[", ")" if self.high_open else "]"
-        return f"in {left}{self.low:g}, {self.high:g}{right}"
+        return f"in {left}{_text(self.low)}, {_text(self.high)}{right}"
+
+
+def _text(value: float) -> str:
+    """Whole numbers in full: `9223372036854775807` can be copied, `9.22337e+18` cannot."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 COUNT = Range(low=1)
@@ -116,6 +121,21 @@ RANGES: dict[str, Range] = {
     "logging.interval": COUNT,
     "logging.expert_interval": AMOUNT,
     "logging.health_interval": AMOUNT,
+    "resilience.loss_deviations": POSITIVE,
+    "resilience.norm_factor": Range(low=1, low_open=True),
+    "resilience.window_steps": Range(low=2),
+    "resilience.max_skips": COUNT,
+    "resilience.max_rewinds": AMOUNT,
+    "resilience.rewind_steps": COUNT,
+    "resilience.hang_seconds": AMOUNT,
+    "launch.nodes": COUNT,
+    "launch.ranks_per_node": COUNT,
+    "launch.node_restarts": AMOUNT,
+    "launch.stalled_restarts": AMOUNT,
+    "launch.stop_seconds": AMOUNT,
+    "launch.lead_seconds": AMOUNT,
+    "launch.gpus_per_node": COUNT,
+    "launch.cpus_per_node": COUNT,
     "generate.max_new_tokens": COUNT,
     "generate.temperature": AMOUNT,
     "generate.top_k": AMOUNT,

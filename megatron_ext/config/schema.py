@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
-
-def option(default: Any, help: str, *, unit: str = "") -> Any:
-    """A documented field. Lists and nested groups get a fresh copy for every instance."""
-    metadata = {"help": help, "unit": unit}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+from megatron_ext.config.operations import LaunchOptions, ResilienceOptions
+from megatron_ext.config.option import option
 
 
 class Mode(Enum):
@@ -437,5 +429,7 @@ class RunConfig:
     evaluate: EvaluateOptions = option(EvaluateOptions, "Held-out loss")
     checkpoint: CheckpointOptions = option(CheckpointOptions, "Saving and loading")
     logging: LoggingOptions = option(LoggingOptions, "Where numbers go")
+    resilience: ResilienceOptions = option(ResilienceOptions, "What to do when training goes wrong")
+    launch: LaunchOptions = option(LaunchOptions, "How launch/ starts a run")
     generate: GenerateOptions = option(GenerateOptions, "run.mode=generate")
     plan: PlanOptions = option(PlanOptions, "run.mode=plan")

@@ -12,8 +12,14 @@ from megatron_ext.config.layout import (
     layer_kinds,
     model_parallel_size,
 )
+from megatron_ext.config.operations_rules import (
+    generate_problems,
+    launch_problems,
+    resilience_problems,
+)
 from megatron_ext.config.problem import Problem
 from megatron_ext.config.ranges import RANGES, divisors, nearest, nearest_multiples
+from megatron_ext.config.schedule_rules import schedule_problems
 from megatron_ext.config.schema import (
     AttentionBackend,
     AttentionPattern,
@@ -25,7 +31,6 @@ from megatron_ext.config.schema import (
     Mode,
     Packing,
     RunConfig,
-    Schedule,
 )
 from megatron_ext.config.validate_balance import balance_problems
 from megatron_ext.config.validate_experts import expert_problems
@@ -68,7 +73,10 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
     problems = [problem for rule in rules for problem in rule]
     if not any("parallel.stage_layers" in problem.keys for problem in problems):
         problems += residual_problems(config)
-    return problems + list(_batch(config, world_size)) + list(_optim(config))
+    problems += [*_batch(config, world_size), *_optim(config)]
+    for more in (resilience_problems, launch_problems, generate_problems):
+        problems += more(config)
+    return problems
 
 
 def value_of(config: RunConfig, key: str) -> object:
@@ -342,28 +350,5 @@ def _batch(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
 
 
 def _optim(config: RunConfig) -> Iterator[Problem]:
-    optim = config.optim
-    total = optim.schedule_tokens or config.train.steps * config.train.batch_tokens
-    name = "optim.schedule_tokens" if optim.schedule_tokens else "train.steps x train.batch_tokens"
-    keys = ("optim.warmup_tokens", "optim.schedule_tokens", "train.steps", "train.batch_tokens")
-    if optim.warmup_tokens >= total:
-        yield Problem(
-            f"optim.warmup_tokens={optim.warmup_tokens}: must be less than {name} = {total} "
-            f"(nearest {total - 1}; a common choice is {total // 20})",
-            keys,
-        )
-    if optim.schedule is not Schedule.wsd:
-        return
-    if optim.decay_tokens == 0:
-        yield Problem(
-            "optim.decay_tokens=0: must be above 0 for optim.schedule=wsd (a common choice is "
-            f"{max(total // 10, 1)}; or optim.schedule=constant)",
-            ("optim.decay_tokens", "optim.schedule", *keys),
-        )
-    elif optim.warmup_tokens + optim.decay_tokens > total and optim.warmup_tokens < total:
-        yield Problem(
-            f"optim.decay_tokens={optim.decay_tokens}: with optim.warmup_tokens="
-            f"{optim.warmup_tokens} must not exceed {name} = {total} "
-            f"(nearest {total - optim.warmup_tokens})",
-            ("optim.decay_tokens", *keys),
-        )
+    total = config.train.steps * config.train.batch_tokens
+    yield from schedule_problems(config.optim, total=total, name="train.steps x train.batch_tokens")

@@ -10,7 +10,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron_ext.checkpoint.weights import load_weights
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.tokenizers import load_tokenizer
-from megatron_ext.errors import ConfigError
 from megatron_ext.inference.generate import sample
 from megatron_ext.model.build import build_chunks, choose_vocab_size
 from megatron_ext.parallel.mcore_config import transformer_config
@@ -25,14 +24,9 @@ def generate(config: RunConfig) -> int:
     without sequence parallelism, since a growing text does not divide evenly.
 
     Raises:
-        ConfigError: more than one pipeline stage, or the checkpoint is of another model.
+        ConfigError: the checkpoint is of another model.
         CheckpointError: there is no checkpoint.
     """
-    if config.parallel.pipeline > 1:
-        raise ConfigError(
-            f"parallel.pipeline: {config.parallel.pipeline} with run.mode=generate, which needs 1; "
-            f"a checkpoint of any layout can be read with parallel.pipeline=1"
-        )
     config.parallel.sequence = False
     options = config.generate
     runtime = start(config.run)

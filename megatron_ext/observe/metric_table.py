@@ -245,4 +245,17 @@ METRICS: tuple[Metric, ...] = (
         "Time in which training stood still for a checkpoint",
         reproducible=False,
     ),
+    Metric(
+        "checkpoint/save_seconds",
+        "s",
+        "From the beginning of the last save until it could be resumed from",
+        reproducible=False,
+    ),
+    Metric(
+        "health/skipped", "steps", "Steps so far whose update was left out as bad", integer=True
+    ),
+    Metric("health/spikes", "steps", "Steps so far that were told as spikes", integer=True),
+    Metric(
+        "health/left_out_tokens", "tokens", "Tokens of the data left out by rewinds", integer=True
+    ),
 )

@@ -160,6 +160,20 @@ def write_exit(folder: Path, *, code: int, reason: str, step: int) -> None:
     replace_file(folder / "exit.json", _json({"code": code, "reason": reason, "step": step}))
 
 
+def leave_exit(folder: Path, *, code: int, reason: str, step: int) -> bool:
+    """As `write_exit`, unless there is one: for ranks other than the writer, whose own error would
+    else be lost behind the crash that it causes on the others. Returns whether it wrote."""
+    temporary = folder / f".exit.{socket.gethostname()}.{os.getpid()}.tmp"
+    replace_file(temporary, _json({"code": code, "reason": reason, "step": step}))
+    try:
+        os.link(temporary, folder / "exit.json")  # fails if it exists, in one step
+    except OSError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
 def read_exit(folder: Path) -> dict[str, Any] | None:
     """`{"code", "reason", "step"}` of the last launch, None when it crashed or is running."""
     try:

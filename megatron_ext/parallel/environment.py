@@ -7,6 +7,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.errors import FINAL
+
+# Set by launch/: a name for everything that one `local.sh` or SLURM job starts.
+LAUNCH = "MEGATRON_EXT_LAUNCH"
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,11 @@ class Environment:
         local_rank: this process among those of its host.
         local_world_size: processes of its host.
         launched: whether a launcher started it; otherwise it is alone.
+        launch: names the launch, the same for every restart that its launcher makes by itself;
+            empty when it has no name.
+        restarts: how often torchrun has restarted its ranks; may differ between hosts.
+        elastic: whether torchrun watches over this process.
+        ours: whether one of `launch/` is behind it, which acts on `exit.json`.
     """
 
     rank: int = 0
@@ -26,6 +37,20 @@ class Environment:
     local_rank: int = 0
     local_world_size: int = 1
     launched: bool = False
+    launch: str = ""
+    restarts: int = 0
+    elastic: bool = False
+    ours: bool = False
+
+    def process_code(self, code: int) -> int:
+        """What this process ends with, given a code that *all* ranks end with.
+
+        torchrun may restart ranks whatever they failed with, also those that somebody stopped, and
+        reports a failure for each. Under a launcher of ours, which reads the true code in
+        `exit.json`, they end with 0: torchrun takes the job for done. A rank that fails alone must
+        not: torchrun would let the others wait for it.
+        """
+        return 0 if self.ours and self.elastic and code in FINAL else code
 
 
 def read_environment() -> Environment:
@@ -35,6 +60,14 @@ def read_environment() -> Environment:
     the variables of an allocation are also there in an interactive shell, which is one process.
     """
     values = os.environ
+    ours, elastic = values.get(LAUNCH, ""), values.get("TORCHELASTIC_RUN_ID", "")
+    launch: dict[str, Any] = {
+        # "none" is torchrun's own default, which names nothing.
+        "launch": ours or ("" if elastic == "none" else elastic),
+        "restarts": int(values.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "elastic": elastic != "",
+        "ours": ours != "",
+    }
     if "RANK" in values and "WORLD_SIZE" in values:
         return Environment(
             rank=int(values["RANK"]),
@@ -42,6 +75,7 @@ def read_environment() -> Environment:
             local_rank=int(values.get("LOCAL_RANK", "0")),
             local_world_size=int(values.get("LOCAL_WORLD_SIZE", "1")),
             launched=True,
+            **launch,
         )
     tasks = int(values.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks > 1 and "MASTER_ADDR" in values and "MASTER_PORT" in values:
@@ -52,5 +86,6 @@ def read_environment() -> Environment:
             # "4(x2)" or "4": tasks of each node of the step
             local_world_size=int(values.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0]),
             launched=True,
+            **launch,
         )
-    return Environment()
+    return Environment(**launch)

@@ -53,6 +53,12 @@ def update(chunks: Sequence[nn.Module], mesh: ProcessGroupCollection) -> list[La
     return gather(to_host(loads), mesh.pp)
 
 
+def discard(chunks: Sequence[nn.Module]) -> None:
+    """Instead of `update`, after a step that was not accepted: biases stay as they are."""
+    for router in routers(chunks):
+        router.balancer.discard()
+
+
 def gather(loads: list[LayerLoad], stages: ProcessGroup) -> list[LayerLoad]:
     """The records of all pipeline stages, by layer: small, and on the host already."""
     if stages.size() == 1:

@@ -1,65 +1,165 @@
-"""The training loop: step, evaluate, log, save - until the configured steps are done."""
+"""The training loop: step, evaluate, log, save - until the configured steps are done, or somebody
+asks to stop."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from megatron_ext.checkpoint.save import Checkpointer
+from megatron_ext.config.operations import HealthAction
 from megatron_ext.model.count import flops_per_token
 from megatron_ext.observe.layer_history import is_due
 from megatron_ext.observe.metrics import Metrics
+from megatron_ext.resilience.referee import Decision, Referee
+from megatron_ext.resilience.requests import SAVE, STOP, Requests, stop_reason
+from megatron_ext.resilience.watchdog import Watchdog
 from megatron_ext.train.evaluate import held_out_loss
 from megatron_ext.train.health import HealthWatch
+from megatron_ext.train.incident import Unsound, raise_for
 from megatron_ext.train.state import TrainState, gather_parameters
 from megatron_ext.train.step import train_step
 from megatron_ext.train.throughput import peak_memory_gib, peak_rate
 
 
-def run_loop(state: TrainState, metrics: Metrics, checkpointer: Checkpointer) -> dict[str, float]:
-    """Train from `state.step` to `train.steps`.
+@dataclass
+class Ending:
+    """How the loop ended.
+
+    Attributes:
+        evaluation: the last evaluation, as `eval/...` metrics.
+        stopped: who asked to stop before the last step; empty when all steps are done.
+    """
+
+    evaluation: dict[str, float] = field(default_factory=dict)
+    stopped: str = ""
+
+
+def run_loop(
+    state: TrainState,
+    metrics: Metrics,
+    checkpointer: Checkpointer,
+    *,
+    requests: Requests,
+    watchdog: Watchdog,
+) -> Ending:
+    """Train from `state.step` to `train.steps`, or until all ranks agree to stop.
 
     A row is written before the checkpoint of its step becomes the latest: killed in between, the
     row is cut away on resume and written again; the other way round it would be lost.
 
-    Returns:
-        The last evaluation, as `eval/...` metrics.
+    Raises:
+        TrainingHalted: a step was bad, and the policy is to halt.
+        Rewind: a step was bad, and the policy is to go back.
     """
-    config = state.config
-    flops = flops_per_token(
-        config.model,
-        vocab_size=state.vocab_size,
-        sequence_length=config.data.sequence_length,
-    )
-    peak = peak_rate(state.runtime.device, config.run.precision) * state.runtime.world_size
+    config, ending, begun_at = state.config, Ending(), state.step
+    referee = Referee(state.health, requests, device=state.runtime.device)
+    cost = _cost(state)
+    watchdog.beat(state.step, "evaluation before training")
     if state.step == 0:
         before = metrics.evaluation(0, 0, held_out_loss(state))
         state.first_evaluation = before["eval/loss"]
-    evaluation: dict[str, float] = {}
+    request = referee.before_the_first_step()
     stalled = 0.0
     watch = HealthWatch(state)
-    while state.step < config.train.steps:
+    while state.step < config.train.steps and not request.stop:
         tokens = state.tokens
+        watchdog.beat(state.step, "training step")
         measured = is_due(
             state.step + 1, interval=config.logging.health_interval, total_steps=config.train.steps
         )
         if measured:
             watch.begin()
-        values = train_step(state)
+        values, decision = judged_step(state, referee)
         health = watch.end() if measured else []
-        values["mfu"] = values["tokens_per_second"] * flops / peak
-        values["memory_gib"] = peak_memory_gib(state.runtime.device)
+        request = decision.request
+        values |= cost(values) | _incidents(state)
         values["checkpoint/stall_seconds"] = stalled
         last = state.step == config.train.steps
         every = config.evaluate.interval_tokens
         if last or (every and state.tokens // every > tokens // every):
-            evaluation = metrics.evaluation(state.step, state.tokens, held_out_loss(state))
-            values |= evaluation
+            watchdog.beat(state.step, "evaluation")
+            ending.evaluation = metrics.evaluation(state.step, state.tokens, held_out_loss(state))
+            values |= ending.evaluation
+        if checkpointer.save_seconds is not None:
+            values["checkpoint/save_seconds"] = checkpointer.save_seconds
         metrics.step(state.step, values, loads=state.loads, health=health)
+        if decision.verdict.action is not HealthAction.ignore:
+            metrics.warn(f"step {state.step}: {_told(decision)}")
         begin = time.perf_counter()
         every = config.checkpoint.interval
-        if last or (every and state.step % every == 0):
-            gather_parameters(state.chunks)
-            checkpointer.save(state.step, state.chunks, state.optimizer, state.extra())
+        if last or (every and state.step % every == 0) or request.save:
+            watchdog.beat(state.step, "save")
+            save(state, checkpointer)
+            requests.clear(SAVE)
         checkpointer.poll()
         stalled = time.perf_counter() - begin
-    return evaluation
+    if request.stop and state.step < config.train.steps:
+        ending.stopped = stop_reason(request.stop)
+        metrics.header([f"stopping ({ending.stopped}), saving step {state.step} ..."])
+        watchdog.beat(state.step, "save")
+        if state.step > begun_at:  # else the checkpoint that it came from is this one
+            save(state, checkpointer)
+        requests.clear(STOP)
+    watchdog.beat(state.step, "end of the last save")
+    checkpointer.close()
+    return ending
+
+
+def judged_step(state: TrainState, referee: Referee) -> tuple[dict[str, float], Decision]:
+    """One step whose update is applied, skipped or refused as all ranks agree.
+
+    Raises:
+        TrainingHalted, Rewind: see `raise_for`.
+    """
+    decided: list[Decision] = []
+
+    def judge(loss: float, grad_norm: float) -> bool:
+        decision = referee.decide(loss=loss, grad_norm=grad_norm)
+        decided.append(decision)
+        if decision.verdict.action in (HealthAction.rewind, HealthAction.halt):
+            raise Unsound(decision)
+        return decision.verdict.action is not HealthAction.skip
+
+    try:
+        values = train_step(state, judge)
+    except Unsound as bad:
+        raise_for(state, bad.decision)
+    return values, decided[0]
+
+
+def save(state: TrainState, checkpointer: Checkpointer) -> None:
+    """Begin a checkpoint of the present step."""
+    gather_parameters(state.chunks)
+    checkpointer.save(state.step, state.chunks, state.optimizer, state.extra())
+
+
+def _cost(state: TrainState) -> Callable[[dict[str, float]], dict[str, float]]:
+    """What a step's numbers say about the use of the machine."""
+    config, runtime = state.config, state.runtime
+    flops = flops_per_token(
+        config.model,
+        vocab_size=state.vocab_size,
+        sequence_length=config.data.sequence_length,
+    )
+    peak = peak_rate(runtime.device, config.run.precision) * runtime.world_size
+    return lambda values: {
+        "mfu": values["tokens_per_second"] * flops / peak,
+        "memory_gib": peak_memory_gib(runtime.device),
+    }
+
+
+def _incidents(state: TrainState) -> dict[str, float]:
+    """Counts of what went wrong, once something has."""
+    counts = {
+        "health/skipped": state.health.skipped,
+        "health/spikes": state.health.spikes,
+        "health/left_out_tokens": state.left_out,
+    }
+    return {name: float(count) for name, count in counts.items() if count}
+
+
+def _told(decision: Decision) -> str:
+    done = "its update is skipped" if decision.verdict.action is HealthAction.skip else "goes on"
+    return f"{decision.verdict.why}; {done}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import time
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,18 @@ import torch.distributed as dist
 
 from megatron_ext.checkpoint.paths import latest, read_extra
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.observe.run_files import choose_run_id
+from megatron_ext.errors import FINAL, ConfigError, MegatronExtError
+from megatron_ext.observe.lock import hold
+from megatron_ext.observe.run_files import (
+    choose_run_id,
+    read_exit,
+    remove_exit,
+    replace_file,
+    write_exit,
+)
+from megatron_ext.parallel.environment import Environment
 
-LOCK = ".lock"
+MARK = ".launch.json"
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class Found:
         step: of that checkpoint; 0 without one.
         finished: whether the run has all its steps already.
         moved: where an older run went with `run.fresh=true`.
+        load: `checkpoint.load`, at its new place if it was in that older run.
+        ended: how this very launch has ended already, when torchrun restarts it nevertheless.
     """
 
     folder: Path
@@ -38,18 +46,20 @@ class Found:
     step: int
     finished: bool
     moved: Path | None
+    load: str | None = None
+    ended: dict[str, Any] | None = None
 
 
-def open_run_folder(config: RunConfig, *, rank: int) -> Found:
+def open_run_folder(config: RunConfig, environment: Environment) -> Found:
     """Decide once, on rank 0, and tell all ranks. Collective.
 
     Raises:
         ConfigError, CheckpointError: what rank 0 met, on every rank.
     """
     answer: list[Any] = [None]
-    if rank == 0:
+    if environment.rank == 0:
         try:
-            answer[0] = look(config)
+            answer[0] = look(config, environment)
         except MegatronExtError as error:
             answer[0] = error
         except OSError as error:
@@ -64,17 +74,35 @@ def open_run_folder(config: RunConfig, *, rank: int) -> Found:
     return found
 
 
-def look(config: RunConfig) -> Found:
+def look(config: RunConfig, environment: Environment) -> Found:
     """Move an older run aside if asked to, find the checkpoint, and choose the run id."""
     folder = Path(str(config.run.dir))
-    moved = None
-    if config.run.fresh and folder.is_dir():
-        hold(folder)  # not from under a run that is going on
-        moved = move_aside(folder)
+    moved, before, again = None, None, False
+    if folder.is_dir():
+        mark = _read_mark(folder)
+        again = environment.launch != "" and mark.get("launch") == environment.launch
+        before = mark.get("moved") if again else None
+        # Only once a launch: its restarts must not throw away what it has trained since.
+        if config.run.fresh and not again:
+            hold(folder)  # not from under a run that is going on
+            moved = move_aside(folder)
     folder.mkdir(parents=True, exist_ok=True)
     hold(folder)
-    checkpoint = latest(folder / "checkpoints")
-    extra = read_extra(checkpoint) if checkpoint else {}
+    ended = read_exit(folder) if again and environment.restarts > 0 else None
+    if ended is not None and ended.get("code") not in FINAL:
+        ended = None
+    if ended is None:
+        # From here on its end is unknown: launchers must not act on how an earlier launch ended.
+        remove_exit(folder)
+    away = str(moved or before or "")
+    mark = {"launch": environment.launch, "moved": away or None}
+    replace_file(folder / MARK, json.dumps(mark).encode())
+    try:
+        checkpoint = latest(folder / "checkpoints")
+        extra = read_extra(checkpoint) if checkpoint else {}
+    except MegatronExtError as error:
+        write_exit(folder, code=error.exit_code, reason=str(error), step=0)
+        raise
     step = int(extra.get("step", 0))
     return Found(
         folder=folder,
@@ -83,39 +111,24 @@ def look(config: RunConfig) -> Found:
         step=step,
         finished=step >= config.train.steps,
         moved=moved,
+        load=_moved_along(config.checkpoint.load, folder, away),
+        ended=ended,
     )
 
 
-def hold(folder: Path, *, wait_seconds: float = 30.0) -> None:
-    """Keep the folder for this process until it ends: two runs in it would destroy each other's
-    rows and checkpoints.
+def _moved_along(load: str | None, folder: Path, away: str) -> str | None:
+    """A path that led into the run folder, now that its content is at another place."""
+    if load is None or not away or not Path(load).is_relative_to(folder):
+        return load
+    return str(Path(away) / Path(load).relative_to(folder))
 
-    Args:
-        folder: the run folder.
-        wait_seconds: for the ranks of a launch that was just killed.
 
-    Raises:
-        ConfigError: another process still has it.
-    """
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    end = time.monotonic() + wait_seconds
-    while True:
-        try:
-            # A lock of the process: a kill ends it, and forked writers do not inherit it.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            if time.monotonic() < end:
-                time.sleep(0.2)
-                continue
-            os.close(descriptor)
-            raise ConfigError(
-                f"run.dir={folder}: another process is training in it (wait for it, stop it, or "
-                "give another run.dir or run.name; if this is one job of several ranks, they do "
-                "not know of each other: start them with torchrun)"
-            ) from error
-        except OSError:  # a file system without locks
-            pass
-        return
+def _read_mark(folder: Path) -> dict[str, Any]:
+    try:
+        mark = json.loads((folder / MARK).read_text())
+    except (OSError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}
 
 
 def move_aside(folder: Path) -> Path:

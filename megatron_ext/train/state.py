@@ -23,6 +23,7 @@ from megatron_ext.optim.build import build_optimizer
 from megatron_ext.parallel.mcore_config import ddp_config, transformer_config
 from megatron_ext.parallel.mesh import build_mesh
 from megatron_ext.parallel.runtime import Runtime
+from megatron_ext.resilience.health import Health
 from megatron_ext.train import balance
 
 
@@ -36,6 +37,9 @@ class TrainState:
         first_evaluation: held-out loss before the first step, in nats; None if not measured.
         loads: what the experts of each layer were given in the last step, on the host; the same on
             every rank. Empty before the first step and without experts.
+        health: judges each step by the recent ones.
+        windows: stretches [first, last) of the data that are left out, after rewinds.
+        left_out: tokens of those that lie behind; the next batch starts at `tokens + left_out`.
     """
 
     config: RunConfig
@@ -49,10 +53,13 @@ class TrainState:
     train_data: TokenStream
     held_out_data: TokenStream
     run_id: str
+    health: Health
     step: int = 0
     tokens: int = 0
     first_evaluation: float | None = None
     loads: list[LayerLoad] = field(default_factory=list)
+    windows: list[tuple[int, int]] = field(default_factory=list)
+    left_out: int = 0
 
     @property
     def sources(self) -> list[str]:
@@ -64,6 +71,18 @@ class TrainState:
         """Tokens at the end of the run, with the batch size that is configured now."""
         train = self.config.train
         return self.tokens + (train.steps - self.step) * train.batch_tokens
+
+    @property
+    def position(self) -> int:
+        """Where in the data the next batch starts, in tokens."""
+        return self.tokens + self.left_out
+
+    def pass_windows(self) -> None:
+        """Move past the windows that the next batch would reach into."""
+        for first, last in sorted(self.windows):
+            begin = self.position
+            if begin < last and begin + self.config.train.batch_tokens > first:
+                self.left_out += last - begin
 
     def extra(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors, as plain JSON."""
@@ -78,12 +97,18 @@ class TrainState:
             "tokenizer": self.tokenizer.fingerprint,
             "data": remember(self.train_data),
             "first_evaluation": self.first_evaluation,
+            "health": self.health.state(),
+            "windows": [list(window) for window in self.windows],
+            "left_out": self.left_out,
         }
 
     def restore(self, extra: dict[str, Any]) -> None:
         """Take over what `extra` wrote."""
         self.step, self.tokens = int(extra["step"]), int(extra["tokens"])
         self.first_evaluation = extra.get("first_evaluation")
+        self.health.restore(extra.get("health", {}))
+        self.windows = [(int(first), int(last)) for first, last in extra.get("windows", ())]
+        self.left_out = int(extra.get("left_out", 0))
 
 
 def build_state(config: RunConfig, runtime: Runtime, *, run_id: str = "") -> TrainState:
@@ -125,6 +150,7 @@ def build_state(config: RunConfig, runtime: Runtime, *, run_id: str = "") -> Tra
         train_data=train_data,
         held_out_data=held_out_data,
         run_id=run_id,
+        health=Health(config.resilience),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_ext.errors import TrainingHalted
 from megatron_ext.layers.output_head import losses_of
 from megatron_ext.optim.build import set_learning_rate
 from megatron_ext.optim.schedule import learning_rate
+from megatron_ext.optim.update import apply_update, gradient_norm
 from megatron_ext.parallel.pipeline import schedule_arguments
 from megatron_ext.train import balance
 from megatron_ext.train.losses import Losses, one_hot, sum_losses
@@ -47,14 +48,31 @@ class Waited:
         return batch
 
 
-def train_step(state: TrainState) -> dict[str, float]:
+# From the loss and the gradient norm of a step: whether to apply its update. May raise.
+Judge = Callable[[float, float], bool]
+
+
+def must_be_finite(loss: float, grad_norm: float) -> bool:
+    """The judge of a bare step.
+
+    Raises:
+        TrainingHalted: one of them is not finite.
+    """
+    for what, value in (("loss", loss), ("gradient norm", grad_norm)):
+        if not math.isfinite(value):
+            raise TrainingHalted(f"the {what} is {value}")
+    return True
+
+
+def train_step(state: TrainState, judge: Judge = must_be_finite) -> dict[str, float]:
     """Forward, backward and update for the next global batch. Advances `state`.
+
+    Args:
+        judge: asked on every rank between gradient norm and update. When it says no, the batch
+            counts as consumed and the weights stay as they are; when it raises, nothing changes.
 
     Returns:
         The numbers of the step by metric name; the same on every rank.
-
-    Raises:
-        TrainingHalted: the loss or the gradient is not finite; no checkpoint is written after it.
     """
     config, start = state.config, time.perf_counter()
     lr = learning_rate(
@@ -62,6 +80,7 @@ def train_step(state: TrainState) -> dict[str, float]:
         state.tokens + config.train.batch_tokens,
         total_tokens=state.total_tokens,
     )
+    state.pass_windows()
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
@@ -69,12 +88,14 @@ def train_step(state: TrainState) -> dict[str, float]:
     feeds = [Waited(next_batches(state)) for _ in state.chunks]
     losses = run_schedule(state, feeds, micro_batch_count(state), forward_only=False)
     loss = losses.mean
-    _must_be_finite("loss", loss, state)
     set_learning_rate(state.optimizer, lr)
-    _, grad_norm, _ = state.optimizer.step()
-    grad_norm = float(grad_norm)
-    _must_be_finite("gradient norm", grad_norm, state)
-    state.loads = balance.update(state.chunks, state.mesh)
+    grad_norm = gradient_norm(state.optimizer)
+    if judge(loss, grad_norm):
+        apply_update(state.optimizer, grad_norm=grad_norm)
+        state.loads = balance.update(state.chunks, state.mesh)
+    else:
+        balance.discard(state.chunks)
+        state.loads = []
     state.step += 1
     state.tokens += config.train.batch_tokens
     seconds = time.perf_counter() - start
@@ -97,7 +118,7 @@ def next_batches(state: TrainState) -> Iterator[MicroBatch]:
     config = state.config
     return micro_batches(
         state.train_data,
-        start=state.tokens,
+        start=state.position,
         batch_tokens=config.train.batch_tokens,
         sequence_length=config.data.sequence_length,
         micro_batch_size=config.train.micro_batch_size,
@@ -114,7 +135,7 @@ def next_statistics(state: TrainState) -> dict[str, float]:
     length, first = config.data.sequence_length, config.evaluate.position_bucket
     return batch_statistics(
         state.train_data,
-        start=state.tokens,
+        start=state.position,
         batch_tokens=config.train.batch_tokens,
         sequence_length=length,
         packing=config.data.packing,
@@ -232,14 +253,3 @@ def forward(
     bucket = torch.bucketize(position, starts, right=True)
     members = one_hot(source, sources, bucket, len(buckets))
     return output, partial(sum_losses, mask=mask, members=members)
-
-
-def _must_be_finite(what: str, value: float, state: TrainState) -> None:
-    if math.isfinite(value):
-        return
-    first, last = state.tokens, state.tokens + state.config.train.batch_tokens - 1
-    raise TrainingHalted(
-        f"step {state.step + 1}: the {what} is {value} (data tokens {first} to {last}). Nothing "
-        f"was saved after it. Relaunch to go on from the last checkpoint, with a smaller optim.lr "
-        f"or more optim.warmup_tokens if it comes back"
-    )

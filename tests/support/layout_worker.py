@@ -216,14 +216,14 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
     evaluated, batch = state.config.evaluate.tokens, state.config.train.batch_tokens
     with replay("evaluation_0", evaluated):
         evaluation = losses_in(held_out_loss(state))
-    step = state.optimizer.step
+    prepare = state.optimizer.prepare_grads
 
-    def step_and_keep_gradient() -> Any:
+    def prepare_and_keep_gradient() -> Any:
         if "gradient" not in record and not state.config.parallel.distributed_optimizer:
             record["gradient"] = whole(state, lambda param: param.main_grad)
-        return step()
+        return prepare()
 
-    state.optimizer.step = step_and_keep_gradient
+    state.optimizer.prepare_grads = prepare_and_keep_gradient
     for number in range(STEPS):
         if name in ("one", *MODELS) and number == STEPS - 1:
             save_here(state, folder / model_of(name))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +42,13 @@ class Run:
         if self._code is None:
             self._code = self._launcher.request({"wait": self.pid})
         return self._code
+
+    def signal_when(self, moment: Callable[[], bool], number: int) -> None:
+        """Send a signal the first time that `moment` is true; nothing if the run has ended."""
+        me = psutil.Process(self.pid)
+        while not moment() and me.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(PAUSE)
+        os.kill(self.pid, number)
 
     def kill_when(self, moment: Callable[[], bool], *, after: float, whole_group: bool) -> int:
         """SIGKILL `after` seconds past the first time that `moment` is true. Returns the code.
@@ -98,15 +106,43 @@ class Launcher:
         output: Path,
         cwd: Path = ROOT,
         env: Mapping[str, str] | None = None,
+        before: str = "",
     ) -> Run:
-        """Start `python pretrain.py WORDS` and return at once."""
+        """Start `python pretrain.py WORDS` and return at once.
+
+        Args:
+            before: `module:function:argument`, called in the command's process first.
+        """
         command = {
             "words": list(words),
             "output": str(output),
             "cwd": str(cwd),
             "env": dict(env or {}),
+            "before": before,
         }
         return Run(self, self.request(command), output)
+
+    def start_ranks(
+        self, words: Sequence[str], *, ranks: int, output: Path, before: str = ""
+    ) -> list[Run]:
+        """The ranks that torchrun would start, without torchrun, its seconds and its signals."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return [
+            self.start(
+                words,
+                output=output.with_suffix(f".{rank}"),
+                env={
+                    key: str(value)
+                    for key, value in ({"RANK": rank, "LOCAL_RANK": rank} | common).items()
+                },
+                before=before,
+            )
+            for rank in range(ranks)
+        ]
 
 
 def torchrun(words: Sequence[str], *, ranks: int, output: Path) -> subprocess.Popen[bytes]:
@@ -154,6 +190,9 @@ def _serve() -> None:
             _become(what)
             code = 1
             try:
+                if what["before"]:
+                    module, function, argument = what["before"].split(":")
+                    getattr(importlib.import_module(module), function)(argument)
                 code = pretrain.main(what["words"])
             except BaseException:
                 sys.excepthook(*sys.exc_info())

@@ -153,6 +153,11 @@ class Balancer(nn.Module):
         """
         return self._finish(layer, new_bias=self.bias)
 
+    def discard(self) -> None:
+        """Clear the statistics of a step whose update is left out; the bias stays as it is."""
+        for tensor in self.statistics():
+            tensor.zero_()
+
     def _finish(
         self,
         layer: int,

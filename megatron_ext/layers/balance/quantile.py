@@ -109,6 +109,11 @@ class ExactQuantileRule(Balancer):
         parts = everything.split(longest) if longest else []
         self._margins = [part[: int(n)] for part, n in zip(parts, lengths, strict=False)]
 
+    def discard(self) -> None:
+        """As `Balancer.discard`."""
+        super().discard()
+        self._margins = []
+
     def _all(self) -> Tensor:
         if not self._margins:
             return torch.empty(0, self.num_experts, device=self.bias.device)

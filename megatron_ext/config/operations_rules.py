@@ -1,0 +1,107 @@
+"""Rules of health, hangs and launching. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron_ext.config.operations import HealthAction
+from megatron_ext.config.problem import Problem
+from megatron_ext.config.schema import Mode, RunConfig
+
+# What `sbatch --time` takes: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:..[:..]].
+_TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
+_MEMORY = re.compile(r"\d+[KMGT]?")
+
+
+def resilience_problems(config: RunConfig) -> Iterator[Problem]:
+    """Policies that cannot work."""
+    options = config.resilience
+    allowed = (HealthAction.skip, HealthAction.rewind, HealthAction.halt)
+    if options.nonfinite not in allowed:
+        yield Problem(
+            f"resilience.nonfinite={options.nonfinite.name}: such an update would destroy the "
+            f"weights (allowed {', '.join(action.name for action in allowed)})",
+            ("resilience.nonfinite",),
+        )
+    for key in ("nonfinite", "loss_spike", "norm_spike"):
+        rewinds = getattr(options, key) is HealthAction.rewind
+        if rewinds and config.checkpoint.interval == 0 and config.run.mode is Mode.train:
+            yield Problem(
+                f"resilience.{key}=rewind: needs checkpoints on the way, but checkpoint.interval=0 "
+                f"saves at the end only (such as checkpoint.interval=100; or {key}=skip)",
+                (f"resilience.{key}", "checkpoint.interval"),
+            )
+    limit = config.run.timeout_seconds
+    if options.hang_seconds is not None and options.hang_seconds >= limit:
+        yield Problem(
+            f"resilience.hang_seconds={options.hang_seconds:g}: must be less than "
+            f"run.timeout_seconds={limit:g}, which ends the ranks without saying where they stood "
+            f"(nearest {limit * 0.9:g}; or 0 for no watchdog)",
+            ("resilience.hang_seconds", "run.timeout_seconds"),
+        )
+
+
+def launch_problems(config: RunConfig) -> Iterator[Problem]:
+    """Requests that a launcher or SLURM would refuse, or worse, misread."""
+    launch = config.launch
+    if not _TIME.fullmatch(launch.time):
+        yield Problem(
+            f"launch.time={launch.time}: must be minutes, HH:MM:SS or D-HH:MM:SS "
+            "(such as 24:00:00)",
+            ("launch.time",),
+        )
+    if launch.memory is not None and not _MEMORY.fullmatch(launch.memory):
+        yield Problem(
+            f"launch.memory={launch.memory}: must be a whole number with K, M, G or T (such as "
+            "900G; or 0 for all of a host)",
+            ("launch.memory",),
+        )
+    ranks, gpus = launch.ranks_per_node, launch.gpus_per_node
+    if ranks is not None and gpus is not None and ranks % gpus:
+        yield Problem(
+            f"launch.ranks_per_node={ranks}: must be a multiple of launch.gpus_per_node={gpus} "
+            f"(nearest {max(gpus, ranks // gpus * gpus)})",
+            ("launch.ranks_per_node", "launch.gpus_per_node"),
+        )
+    for key in _TEXTS:
+        value = getattr(launch, key)
+        if value is not None and ("\n" in value or not value.strip()):
+            yield Problem(
+                f"launch.{key}={value!r}: must be one line of text (or null)", (f"launch.{key}",)
+            )
+    for option in launch.sbatch:
+        if not re.match(r"--?[A-Za-z]", option) or "\n" in option:
+            yield Problem(
+                f"launch.sbatch: {option!r} is no option of sbatch (such as ['--comment=x'])",
+                ("launch.sbatch",),
+            )
+
+
+_TEXTS = (
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "exclude",
+    "mail",
+    "container",
+    "mounts",
+    "host",
+    "address",
+    "python",
+    "setup",
+)
+
+
+def generate_problems(config: RunConfig) -> Iterator[Problem]:
+    """Generation runs on one pipeline stage."""
+    parallel = config.parallel
+    for key in ("pipeline", "virtual_pipeline"):
+        size = getattr(parallel, key)
+        if config.run.mode is Mode.generate and size > 1:
+            yield Problem(
+                f"parallel.{key}={size}: run.mode=generate needs 1; it reads a checkpoint of any "
+                f"layout (nearest 1)",
+                (f"parallel.{key}", "run.mode"),
+            )

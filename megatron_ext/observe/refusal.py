@@ -1,0 +1,44 @@
+"""A run that ends before it has begun is on record too, for the launcher that started it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.observe import lock
+from megatron_ext.observe.run_files import write_exit
+
+
+def report(error: MegatronExtError, *, rank: int, world_size: int, launched: bool) -> int:
+    """Print an error that a command ended with, and leave `exit.json` where the run has not.
+
+    Args:
+        rank: this one. A wrong configuration is found by all ranks and told by the first.
+        world_size: number of ranks.
+        launched: a launcher hides the exit code of this process, so that `exit.json` is needed
+            even if the run folder has to be made for it.
+
+    Returns:
+        The exit code.
+    """
+    if not isinstance(error, ConfigError):
+        print(f"[rank {rank}] {error}" if world_size > 1 else error, file=sys.stderr)
+    elif rank == 0:
+        print(error, file=sys.stderr)
+    if rank == 0 and error.run_dir is not None:
+        _record(Path(error.run_dir), error, make=launched)
+    return error.exit_code
+
+
+def _record(folder: Path, error: MegatronExtError, *, make: bool) -> None:
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            return
+        with lock.briefly(folder) as free:
+            if free:  # else a run goes on in it, to which this command is nothing
+                write_exit(folder, code=error.exit_code, reason=str(error), step=0)
+    except OSError as problem:
+        print(f"exit.json in {folder}: not written ({problem})", file=sys.stderr)

@@ -1,0 +1,53 @@
+"""Misfortunes for `Launcher.start(before=...)`: each changes the process that it is called in."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.data.stream import TokenStream
+from megatron_ext.layers.gated_mla import GatedMLA
+from megatron_ext.train import loop
+
+
+def bad_data(position: str) -> None:
+    """Full attention gives NaN for micro-batches that hold the token at `position`."""
+    state = {"bad": False}
+    read, forward = TokenStream.read, GatedMLA.forward
+
+    def reading(self: TokenStream, start: int, count: int) -> Any:
+        # Evaluation reads another stream, whose facts say so.
+        state["bad"] = start <= int(position) < start + count - 1 and self.facts["split"] == "train"
+        return read(self, start, count)
+
+    def attending(self: GatedMLA, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        output, bias = forward(self, *args, **kwargs)
+        return (output * float("nan") if state["bad"] else output), bias
+
+    TokenStream.read, GatedMLA.forward = reading, attending  # type: ignore[method-assign]
+
+
+def slow(seconds: str) -> None:
+    """Every step takes at least so long, so that there is a time to signal in."""
+    step = loop.train_step
+
+    def slower(*args: Any) -> Any:
+        time.sleep(float(seconds))
+        return step(*args)
+
+    loop.train_step = slower  # type: ignore[assignment]
+
+
+def hang(rank: str) -> None:
+    """One rank falls asleep before its third step."""
+    step, done = loop.train_step, [0]
+
+    def sleeping(state: Any, *args: Any) -> Any:
+        done[0] += 1
+        if done[0] == 3 and state.runtime.rank == int(rank):
+            time.sleep(600)
+        return step(state, *args)
+
+    loop.train_step = sleeping  # type: ignore[assignment]
