@@ -207,15 +207,14 @@ def test_a_tape_records_and_replays_also_under_recomputation(groups):
     router: BalancedRouter = layer(groups).router
     x = torch.randn(2, 3, 1, 24, dtype=torch.float64, requires_grad=True)
     maps = {2: torch.zeros(6, 6, dtype=torch.bool)}
-    record = RoutingTape(maps, replay=False)
+    record = RoutingTape(maps, places=lambda n: torch.arange(3) + 3 * n, replay=False)
     record.attach([router])
     for number in range(2):
-        record.positions = torch.arange(3) + 3 * number
         router(x[number])
     truth = maps[2].clone()
     assert (truth.sum(-1) == 2).all()
     router.balancer.bias[5] = 9.0  # left alone the router would now choose otherwise
-    replay = RoutingTape(maps, replay=True)
+    replay = RoutingTape(maps, places=lambda n: torch.arange(3) + 3 * n, replay=True)
     replay.attach([router])
     seen = []
 
@@ -226,7 +225,6 @@ def test_a_tape_records_and_replays_also_under_recomputation(groups):
 
     outs = []
     for number in range(2):
-        replay.positions = torch.arange(3) + 3 * number
         outs.append(tensor_parallel.checkpoint(route, False, x[number]))
     for out in outs:
         out.sum().backward()
