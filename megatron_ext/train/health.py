@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.state import unwrap
 from megatron_ext.config.layout import stage_layers
@@ -92,7 +93,9 @@ def attention_layers(state: TrainState) -> dict[int, list[KimiDeltaAttention | G
     found: dict[int, list[KimiDeltaAttention | GatedMLA]] = {}
     for numbers, chunk in zip(own, state.chunks, strict=True):
         decoder: Any = unwrap(chunk).decoder
-        for number, layer in zip(numbers, decoder.layers, strict=True):
+        # Attention residuals have elements of their own among a chunk's layers.
+        layers = [layer for layer in decoder.layers if isinstance(layer, TransformerLayer)]
+        for number, layer in zip(numbers, layers, strict=True):
             found[number] = [
                 module
                 for module in layer.modules()
