@@ -101,7 +101,9 @@ EXPERT_METRICS: tuple[Metric, ...] = (
     *_over_layers(
         "balance/predicted_violation",
         "1",
-        "moe/max_violation of this batch had the new bias been in use, cut-offs held",
+        "moe/max_violation of this batch had the new bias been in use, cut-offs held. Counted "
+        "under rule quantile_exact; about 0 by construction under rule quantile, hence no evidence "
+        "there; other rules predict nothing",
     ),
     *_over_layers(
         "balance/prediction_error",

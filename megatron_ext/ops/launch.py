@@ -1,8 +1,8 @@
 """Launch settings of our Triton kernels: chosen once, committed, read from a table.
 
 Triton's autotuner compiles every candidate at the first call of every process: seconds to minutes
-before the first step, and another choice on another rank. `python bench/operators.py --tune` times
-the candidates and rewrites the table.
+before the first step, and another choice on another rank. The entries so far are estimates: none
+was timed on a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The script of a SLURM job, read and run, with a SLURM that only pretends. No torch.
 
-`make test-slurm` has the real one.
+`tests/slurm` has the real one.
 """
 
 from __future__ import annotations

@@ -90,6 +90,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "model.mla.backend=transformer_engine: is not deterministic",
         ],
     ),
+    "backends_of_others": (
+        ["model.experts.backend=transformer_engine"],
+        ["model.experts.backend=transformer_engine: must be one of auto, loop, grouped_mm"],
+    ),
     "residual_kernel": (
         ["run.deterministic=true", "run.device=cpu", "residual=block", "residual.backend=fla"],
         [

@@ -1,6 +1,6 @@
 """A real SLURM on this machine: submitted, signalled, out of time, put back - and the run goes on.
 
-`make test-slurm` runs these; `make test` does not.
+Skipped, with the reason, where SLURM is not installed or the user is not root.
 """
 
 from __future__ import annotations
