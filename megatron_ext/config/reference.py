@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
+from textwrap import wrap
 
 from megatron_ext.config.compose import CONFIGS, REPOSITORY
 from megatron_ext.config.keys import Key, table
@@ -43,7 +44,8 @@ def help_text(config_dir: Path = CONFIGS) -> str:
         lines.append(f"  {name:<16}{_summary(config_dir / 'experiment' / f'{name}.yaml')}")
     lines += ["", "Keys (docs/configuration.md says more; values are of the schema):"]
     for key in table().values():
-        lines.append(f"  {key.name + '=' + _value(key.default):<44}{_meaning(key)}")
+        start = f"  {key.name + '=' + _value(key.default):<44}"
+        lines += wrap(_meaning(key), 110, initial_indent=start, subsequent_indent=" " * len(start))
     return "\n".join(lines)
 
 

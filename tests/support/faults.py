@@ -14,8 +14,8 @@ from megatron_ext.layers.latent_moe import LatentMoE
 from megatron_ext.train.state import TrainState
 
 
-def _nothing() -> Callable[[], None]:
-    return lambda: None
+def _nothing() -> None:
+    return None
 
 
 def _no_effect(state: TrainState) -> None:
@@ -24,25 +24,20 @@ def _no_effect(state: TrainState) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """`before` is called before the model is built and returns what undoes it; `after` after."""
+    """`before` is called before the model is built, `after` after. Nothing undoes them: the process
+    ends with its case."""
 
-    before: Callable[[], Callable[[], None]] = _nothing
+    before: Callable[[], None] = _nothing
     after: Callable[[TrainState], None] = _no_effect
 
 
-def _lost_head_norm_sum() -> Callable[[], None]:
+def _lost_head_norm_sum() -> None:
     """Tensor: the norm over a head's width is used on local heads, and its gradient not summed."""
     from megatron_ext.layers import norms
 
-    real = norms.tensor_parallel
     norms.tensor_parallel = SimpleNamespace(
         copy_to_tensor_model_parallel_region=lambda x, group=None: x
     )
-
-    def undo() -> None:
-        norms.tensor_parallel = real
-
-    return undo
 
 
 def _lost_sequence_sum(state: TrainState) -> None:
@@ -81,40 +76,33 @@ def _lost_data_sum(state: TrainState) -> None:
             group.start_grad_sync = lambda *args, **kwargs: None
 
 
-def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    real = getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, real)
-
-
-def _lost_state() -> Callable[[], None]:
+def _lost_state() -> None:
     """Context: linear attention starts from zero on every rank."""
     from megatron_ext.ops.kda import context
 
     real = context.first_state
-    return _replaced(context, "first_state", lambda *a, **k: torch.zeros_like(real(*a, **k)))
+    context.first_state = lambda *a, **k: torch.zeros_like(real(*a, **k))
 
 
-def _wrong_halo() -> Callable[[], None]:
+def _wrong_halo() -> None:
     """Context: the convolution continues from the end of the rank's own part."""
     from megatron_ext.parallel import context
 
     real = context._from
-    return _replaced(context, "_from", lambda x, group, rank: real(x, group, group.rank()))
+    context._from = lambda x, group, rank: real(x, group, group.rank())
 
 
-def _lost_latent_sum() -> Callable[[], None]:
+def _lost_latent_sum() -> None:
     """Context: latents keep the gradient of their own rank's queries only."""
     from megatron_ext.ops.latent_attention import context
 
     def own_share(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
         out.copy_(x.chunk(group.size())[group.rank()])
 
-    fake = SimpleNamespace(
+    context.dist = SimpleNamespace(
         all_gather_into_tensor=context.dist.all_gather_into_tensor,
         reduce_scatter_tensor=own_share,
     )
-    return _replaced(context, "dist", fake)
 
 
 def _lost_query_sum(state: TrainState) -> None:
@@ -125,7 +113,7 @@ def _lost_query_sum(state: TrainState) -> None:
                 param.sequence_parallel = False
 
 
-def _change_kept_sources(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+def _change_kept_sources(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """What a rank keeps of a micro-batch between its chunks becomes something else."""
     from megatron_ext.parallel.pipeline import SourceCache
 
@@ -136,18 +124,13 @@ def _change_kept_sources(change: Callable[[torch.Tensor], torch.Tensor]) -> Call
 
     SourceCache.put = put
 
-    def undo() -> None:
-        SourceCache.put = real
 
-    return undo
-
-
-def _lost_kept_gradient() -> Callable[[], None]:
+def _lost_kept_gradient() -> None:
     """Interleaved, cached sources: the later chunk's gradient does not come back to the earlier."""
-    return _change_kept_sources(lambda kept: kept.detach().requires_grad_(kept.requires_grad))
+    _change_kept_sources(lambda kept: kept.detach().requires_grad_(kept.requires_grad))
 
 
-def _kept_gradient_twice() -> Callable[[], None]:
+def _kept_gradient_twice() -> None:
     """Interleaved, cached sources: a block sum that was kept and sent counts twice."""
 
     def change(kept: torch.Tensor) -> torch.Tensor:
@@ -155,7 +138,7 @@ def _kept_gradient_twice() -> Callable[[], None]:
             kept.register_hook(lambda grad: 2 * grad)
         return kept
 
-    return _change_kept_sources(change)
+    _change_kept_sources(change)
 
 
 def _lost_expert_sum(state: TrainState) -> None:
@@ -174,17 +157,17 @@ def _shared_twice(state: TrainState) -> None:
                 module.shared.register_forward_hook(lambda m, i, out: (2 * out[0], out[1]))
 
 
-def _counted_twice() -> Callable[[], None]:
+def _counted_twice() -> None:
     """Tensor without sequence: every rank sees all tokens, and their statistics are summed."""
     from megatron_ext.train import balance
 
     def all_ranks(mesh: Any, *, sequence_parallel: bool) -> Any:
         return mesh.tp_dp_cp
 
-    return _replaced(balance, "distinct_tokens", all_ranks)
+    balance.distinct_tokens = all_ranks
 
 
-def _lost_width_sum() -> Callable[[], None]:
+def _lost_width_sum() -> None:
     """Expert tensor: each rank's part of an expert's width is not added to the others'."""
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -194,15 +177,14 @@ def _lost_width_sum() -> Callable[[], None]:
         real(x, group=group, input_split_sizes=input_split_sizes)
         return x.split(input_split_sizes)[group.rank()]
 
-    return _replaced(token_dispatcher, "reduce_scatter_to_sequence_parallel_region", own_share)
+    token_dispatcher.reduce_scatter_to_sequence_parallel_region = own_share
 
 
-def _lost_health_sum() -> Callable[[], None]:
+def _lost_health_sum() -> None:
     """Tensor: the health of attention is that of the heads of one rank."""
     from megatron_ext.train import health
 
-    fake = SimpleNamespace(all_reduce=lambda *_, **__: None, ReduceOp=health.dist.ReduceOp)
-    return _replaced(health, "dist", fake)
+    health.dist = SimpleNamespace(all_reduce=lambda *_, **__: None, ReduceOp=health.dist.ReduceOp)
 
 
 FAULTS = {

@@ -1,6 +1,9 @@
 """Trains a few steps in one layout after the other and writes down everything, whole.
 
-    torchrun ... -m tests.support.layout_main FOLDER CASE[:FAULT] ...
+    python -m tests.support.layout_main FOLDER RANKS CASE[:FAULT] ...
+
+Ranks are forked for each case anew: groups of earlier cases would keep threads, which slow down
+later ones threefold, no seeded fault outlives its case, and the slow imports are done once.
 
 Each case is a fresh start of `STEPS` steps, then (unless a fault is seeded) the checkpoint that the
 one-rank case saved after `STEPS - 1` steps is loaded and the last step is done once more. Rank 0
@@ -11,15 +14,18 @@ weights, gradients of step 1, updates, and the resumed run's update.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import socket
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_ext.checkpoint.load import load
@@ -37,7 +43,15 @@ from megatron_ext.train.step import train_step
 from tests.support.faults import FAULTS
 from tests.support.routing import PAD, Replay
 
-STEPS = 3
+STEPS = 2
+# NCCL refuses two ranks on one GPU of one host: each claims a host of its own.
+SHARED_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
 # Constant rate without warm-up and eps 1e-5: updates then compare to 1e-4; at eps 1e-8 rounding of
 # gradients near eps is amplified, and correct code differs by up to 7e-4.
 COMMON = [
@@ -45,8 +59,8 @@ COMMON = [
     "data.sequence_length=32",
     "train.batch_tokens=256",
     "train.micro_batch_size=2",
-    "train.steps=3",
-    "evaluate.tokens=512",
+    "train.steps=2",
+    "evaluate.tokens=128",
     "optim.schedule=constant",
     "optim.lr=1e-3",
     "optim.warmup_tokens=0",
@@ -185,24 +199,56 @@ def truth_of(case: str) -> str:
 
 
 def main() -> None:
-    folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    folder, ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     extra = json.loads((folder / "overrides.json").read_text())
-    place = runtime.start(compose([*COMMON, *extra]).run)
     for case in cases:
-        name, _, fault = case.partition(":")
-        config = compose([*COMMON, *CASES[name], *extra], world_size=place.world_size)
-        undo = FAULTS[fault].before() if fault else None
-        appended = appended_padding() if "appended" in name else None
-        state = build_state(config, place)
-        if fault:
-            FAULTS[fault].after(state)
-        record = run_case(state, folder, name=name, resume=not fault)
-        for undoing in (undo, appended):
-            if undoing:
-                undoing()
-        if place.rank == 0:
-            torch.save(record, folder / f"{case.replace(':', '_')}.pt")
-        parallel_state.destroy_model_parallel()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started = {fork_rank(folder, case, extra, rank, ranks, port) for rank in range(ranks)}
+        while started:
+            pid, status = os.wait()
+            started.discard(pid)
+            if status:
+                for other in started:
+                    os.kill(other, signal.SIGKILL)
+                sys.exit(f"{case}: a rank failed")
+
+
+def fork_rank(folder: Path, case: str, extra: list[str], rank: int, ranks: int, port: int) -> int:
+    """Start one rank of a case; returns its process."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        if ranks > 1:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+            place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in place.items()}
+            if 0 < torch.cuda.device_count() < ranks:
+                os.environ |= {**SHARED_GPU, "NCCL_HOSTID": f"rank-{rank}"}
+        run_rank(folder, case, extra)
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    sys.exit(code)  # not os._exit: what a save has started ends with the interpreter
+
+
+def run_rank(folder: Path, case: str, extra: list[str]) -> None:
+    """One case, from the start of torch.distributed to its end."""
+    place = runtime.start(compose([*COMMON, *extra]).run)
+    name, _, fault = case.partition(":")
+    config = compose([*COMMON, *CASES[name], *extra], world_size=place.world_size)
+    if fault:
+        FAULTS[fault].before()
+    if "appended" in name:
+        append_padding()
+    state = build_state(config, place)
+    if fault:
+        FAULTS[fault].after(state)
+    record = run_case(state, folder, name=name, resume=not fault)
+    if place.rank == 0:
+        torch.save(record, folder / f"{case.replace(':', '_')}.pt")
     runtime.stop()
 
 
@@ -284,20 +330,15 @@ def added(*counts: int) -> list[int]:
     return sums.tolist()
 
 
-def appended_padding() -> Callable[[], None]:
-    """Rows get padding up to a multiple of 20 that nothing asks for; returns what undoes it."""
+def append_padding() -> None:
+    """Rows get padding up to a multiple of 20 that nothing asks for."""
     real = share.part_of_rank
     PAD["multiple"] = 20
 
     def part(batch: MicroBatch, *, rank: int, ranks: int, multiple: int = 1) -> MicroBatch:
         return real(batch, rank=rank, ranks=ranks, multiple=20)
 
-    def undo() -> None:
-        share.part_of_rank = real
-        PAD.clear()
-
     share.part_of_rank = part
-    return undo
 
 
 def main_weight(param: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def places_of(state: TrainState, number: int) -> Tensor:
     return parts[own].T.reshape(-1)
 
 
-PAD: dict[str, int] = {}  # what `appended_padding` of the layout worker rounds rows up to
+PAD: dict[str, int] = {}  # what `append_padding` of the layout worker rounds rows up to
 
 
 class Replay:

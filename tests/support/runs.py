@@ -161,7 +161,11 @@ def torchrun(words: Sequence[str], *, ranks: int, output: Path) -> subprocess.Po
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL for a process and everything it has started: torchrun gives ranks own groups."""
+    """SIGKILL for a process and everything it has started: torchrun gives ranks own groups.
+
+    Nothing if the process has ended."""
+    if process.poll() is not None:
+        return
     family = psutil.Process(process.pid)
     # Stopped first, lest torchrun sees a dead rank before it is itself killed.
     family.suspend()
