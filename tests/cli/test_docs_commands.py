@@ -37,6 +37,7 @@ SHORT = [
     "run.device=cpu",
     "data.sequence_length=64",
     "train.batch_tokens=512",
+    "optim.warmup_tokens=0",
     "evaluate.tokens=128",
     "generate.max_new_tokens=2",
 ]
