@@ -24,10 +24,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint import paths, rng, state
+from megatron_ext.checkpoint import paths, rng, state, verify
 from megatron_ext.errors import CheckpointError
-
-SHOWN = 8
 
 
 def load(
@@ -35,6 +33,8 @@ def load(
     chunks: Sequence[nn.Module],
     optimizer: MegatronOptimizer | None,
     mesh: ProcessGroupCollection,
+    *,
+    verified: bool = False,
 ) -> dict[str, Any]:
     """Fill model chunks and optimizer from a checkpoint. Collective over all ranks.
 
@@ -48,15 +48,16 @@ def load(
         optimizer: their optimizer, filled too. None reads the weights only and restores no random
             states; call it before the optimizer is built, whose main weights copy the model's.
         mesh: process groups.
+        verified: its files have been compared with their checksums just now; else they are here.
 
     Returns:
         The `extra` values that were given to `save`.
 
     Raises:
-        CheckpointError: no complete checkpoint there, or its tensors are not those of the model:
-            missing, left over, or of another shape. The same on every rank.
+        CheckpointError: no complete checkpoint there, a file of it is damaged, or its tensors are
+            not those of the model: missing, left over, or of another shape. The same on every rank.
     """
-    extra, stored = _agree_on(path)
+    extra, stored = _agree_on(path, verified=verified)
     ours = extra.pop(paths.RESERVED)
     request: dict[str, Any] = {"model": state.model_state(chunks, mesh)}
     if optimizer is not None:
@@ -107,8 +108,11 @@ def _device(chunks: Sequence[nn.Module]) -> torch.device:
     return next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
 
 
-def _agree_on(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _agree_on(path: Path, *, verified: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """`extra.json` and the description of every stored tensor and object, by name."""
+    lines = [] if verified else verify.problems(path)
+    if lines:
+        raise CheckpointError(verify.explain(path, lines))
     problem: list[str] = []
     extra: dict[str, Any] = {}
     stored: dict[str, Any] = {}
@@ -139,14 +143,12 @@ def _check_sizes(path: Path) -> None:
 
 def raise_together(path: Path, problems: list[str]) -> None:
     """Raise on all ranks what any rank found, each line once."""
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, problems[: SHOWN + 1])
-    lines = sorted({line for lines in gathered for line in lines})
+    lines = verify.gather(problems)
     if lines:
         if len(lines) == 1 and str(path) in lines[0]:
             raise CheckpointError(lines[0])
-        text = "\n".join(f"  {line}" for line in lines[:SHOWN])
-        more = "\n  ... and more" if len(lines) > SHOWN else ""
+        text = "\n".join(f"  {line}" for line in lines[: verify.SHOWN])
+        more = "\n  ... and more" if len(lines) > verify.SHOWN else ""
         raise CheckpointError(
             f"{path}: does not fit this model:\n{text}{more}\nUse the configuration that it was "
             "saved with (config.yaml in its run folder), or start anew with run.fresh=true"

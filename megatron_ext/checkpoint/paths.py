@@ -2,7 +2,8 @@
 
 A folder of checkpoints holds `step_00000010/` and so on, and `latest`, a text file with the name of
 one of them. A checkpoint is written as `.step_00000010.<process>.tmp`, renamed when it is complete,
-and only then named by `latest`; so whatever has a proper name is whole.
+and only then named by `latest`; so whatever has a proper name is whole. One that was found damaged
+later is renamed to `step_00000010.damaged`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint import checksums
 from megatron_ext.errors import CheckpointError
 
 LATEST = "latest"
@@ -21,7 +24,11 @@ EXTRA = "extra.json"
 # Written last by megatron-core's saver, inside the temporary folder.
 COMPLETE = "metadata.json"
 RESERVED = "checkpoint"
-FORMAT = 1  # of `extra.json` and the names of tensors
+FORMAT = 2  # of `extra.json` and the names of tensors
+WITH_CHECKSUMS = 2  # the first with `checksums.json`
+DAMAGED = ".damaged"
+# Beside the files of tensors.
+NEEDED = (EXTRA, COMPLETE, ".metadata")
 
 
 def step_name(step: int) -> str:
@@ -70,6 +77,41 @@ def latest(folder: Path) -> Path | None:
             "with run.fresh=true"
         )
     return path
+
+
+def candidates(folder: Path) -> list[Path]:
+    """What to resume from, best first: the one that `latest` names, then the complete ones before.
+
+    The first need not be complete: with its folder there and files of it lost, it is a damaged
+    one, which whoever checks it has to report.
+
+    Raises:
+        CheckpointError: `latest` names no checkpoint in `folder`.
+    """
+    pointer = folder / LATEST
+    name = pointer.read_text().strip() if pointer.is_file() else ""
+    damaged = re.fullmatch(r"step_\d{8,}", name) and (folder / name).is_dir()
+    first = folder / name if damaged else latest(folder)
+    if first is None:
+        return []
+    before = [path for path in step_folders(folder).values() if _step(path) < _step(first)]
+    return [first, *reversed(before)]
+
+
+def set_aside(damaged: Sequence[Path], *, instead: Path) -> None:
+    """Rename damaged checkpoints, so that nothing counts or reads them, and correct `latest`."""
+    point(instead.parent, instead.name)
+    for path in damaged:
+        number, target = 0, path.with_name(f"{path.name}{DAMAGED}")
+        while target.exists():
+            number += 1
+            target = path.with_name(f"{path.name}{DAMAGED}.{number}")
+        os.rename(path, target)
+    _sync(instead.parent)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def find(run_folder: Path, *, chosen: str | None) -> Path:
@@ -129,15 +171,21 @@ def prepare(folder: Path, step: int, extra: dict[str, Any]) -> Path:
     return temporary
 
 
-def publish(temporary: Path, step: int) -> Path:
+def publish(temporary: Path, step: int, written: Mapping[str, checksums.Entry]) -> Path:
     """Give a complete temporary folder its name, then let `latest` name it. Both are atomic.
 
     A checkpoint of the same step that is there already (of a run that was wound back) is replaced.
+
+    Args:
+        temporary: what `prepare` gave.
+        step: of the checkpoint.
+        written: entries for `checksums.json` of the files whose writers took them.
     """
     folder = temporary.parent
     final = folder / step_name(step)
     if not is_complete(temporary):
         raise OSError(f"{temporary} lacks {COMPLETE} or {EXTRA}")
+    checksums.write(temporary, written)
     _sync(temporary)
     if final.exists():
         _remove(final)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,7 +25,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import paths, rng, state
+from megatron_ext.checkpoint.checksums import Entry
 from megatron_ext.checkpoint.orphan import helpers_shielded
+from megatron_ext.checkpoint.writing import report, with_checksums
 from megatron_ext.errors import CheckpointError
 
 T = TypeVar("T")
@@ -63,6 +66,7 @@ class Checkpointer:
         self._keep_every = keep_every
         self._pending: int | None = None
         self._temporary = folder
+        self._report: Connection | None = None
         self._saved: int | None = None
         self._begun = 0.0
         #: How long the last save took from its call until `latest` named it, in seconds.
@@ -141,6 +145,7 @@ class Checkpointer:
                 )
         except (CheckpointException, CheckpointingException, OSError) as error:
             self._fail(error)
+        request, self._report = with_checksums(request)
         request.add_finalize_fn(partial(self._publish, step))
         with helpers_shielded():  # the writer is forked here
             self._queue.schedule_async_request(request)
@@ -175,8 +180,12 @@ class Checkpointer:
 
     def _publish(self, step: int) -> None:
         self._pending = None
+        parts: list[dict[str, Entry]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, report(self._report))
+        written = {name: entry for part in parts for name, entry in part.items()}
         self._on_rank_0(
-            lambda: paths.publish(self._temporary, step), f"step {step}: cannot be renamed"
+            lambda: paths.publish(self._temporary, step, written),
+            f"step {step}: cannot be completed",
         )
         self._saved = step
         self.save_seconds = time.monotonic() - self._begun

@@ -92,6 +92,17 @@ def header_lines(state: TrainState, found: Found, *, restored: str) -> list[str]
     return lines
 
 
+def damaged_text(found: Found) -> str:
+    """That newer checkpoints than the one to go on from cannot be used, and where they are."""
+    lines = "".join(f"\n  {line}" for line in found.damaged)
+    return (
+        f"damaged checkpoints, so the run goes back to step {found.step}, the newest sound one:"
+        f"{lines}\nThe steps since are trained again. The damaged ones are kept beside it, named "
+        "step_*.damaged: delete them, or stop the run, put their files back from a copy, take "
+        "`.damaged` off the name and write it into `latest`"
+    )
+
+
 def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -20,6 +20,7 @@ from torch import nn
 from megatron_ext.checkpoint import paths
 from megatron_ext.checkpoint.load import load
 from megatron_ext.checkpoint.state import unwrap
+from megatron_ext.checkpoint.verify import first_sound
 from megatron_ext.config.operations import HealthAction
 from megatron_ext.errors import TrainingHalted
 from megatron_ext.resilience.referee import Decision
@@ -224,27 +225,28 @@ def go_back(state: TrainState, folder: Path, rewind: Rewind, *, done: int) -> st
             "optim.lr, or look at the data named here"
         )
     first, last = rewind.window
-    choice: list[Any] = [None]
+    choice: list[list[Path]] = [[]]
     if dist.get_rank() == 0:
         # Not inside the window either: its batches are what is suspected.
         there = list(paths.step_folders(folder).values())
         fit = [path for path in there if _position(path) <= first]
         # A window wider than the way from the first checkpoint is cut there.
         fit = fit or [path for path in there[:1] if _position(path) < last]
-        choice[0] = fit[-1] if fit else None
+        choice[0] = fit[::-1]
     dist.broadcast_object_list(choice, src=0)
-    path: Path | None = choice[0]
+    sound = first_sound(choice[0])
+    path, damaged = sound.path, "".join(f"; damaged: {line}" for line in sound.damaged)
     if path is None:
         raise TrainingHalted(
-            f"{rewind}. There is no checkpoint before it to go back to; save more often "
+            f"{rewind}. There is no checkpoint before it to go back to{damaged}; save more often "
             "(checkpoint.interval) or take resilience.nonfinite=skip"
         )
     balance.discard(state.chunks)
-    state.restore(load(path, state.chunks, state.optimizer, state.mesh))
+    state.restore(load(path, state.chunks, state.optimizer, state.mesh, verified=True))
     state.windows.append((max(first, state.position), last))
     if dist.get_rank() == 0:
         paths.point(folder, path.name)
-    return f"{rewind}; went back to step {state.step} and leaves out {state.windows[-1]}"
+    return f"{rewind}; went back to step {state.step} and leaves out {state.windows[-1]}{damaged}"
 
 
 def _position(path: Path) -> int:

@@ -26,7 +26,7 @@ from megatron_ext.resilience.requests import Requests
 from megatron_ext.resilience.watchdog import Watchdog
 from megatron_ext.train.endings import ending_lines, finished_text, stopped_lines
 from megatron_ext.train.evaluate import restore_weights
-from megatron_ext.train.header import backends, header_lines
+from megatron_ext.train.header import backends, damaged_text, header_lines
 from megatron_ext.train.incident import Rewind, go_back
 from megatron_ext.train.loop import run_loop
 from megatron_ext.train.run_folder import Found, open_run_folder
@@ -119,6 +119,8 @@ def run(state: TrainState, found: Found, requests: Requests, *, restored: str) -
                 backends=backends(state),
             )
         metrics.header(header_lines(state, found, restored=restored))
+        if found.damaged:
+            metrics.warn(damaged_text(found))
         checkpointer = Checkpointer(
             found.folder / CHECKPOINTS,
             mesh=state.mesh,
@@ -162,7 +164,9 @@ def restore(state: TrainState, found: Found) -> str:
         saved, allow = read_extra(found.checkpoint), state.config.data.allow_change
         check_same(saved, state.config, tokenizer=state.tokenizer.fingerprint)
         changed = check_unchanged(saved["data"], state.train_data, allow=allow)
-        state.restore(load(found.checkpoint, state.chunks, state.optimizer, state.mesh))
+        state.restore(
+            load(found.checkpoint, state.chunks, state.optimizer, state.mesh, verified=True)
+        )
         check_schedule(state)
         note = f", on other data ({'; '.join(changed)})" if changed else ""
         note += schedule_note(state, saved)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
-from megatron_ext.checkpoint.paths import latest, read_extra
+from megatron_ext.checkpoint.paths import read_extra
+from megatron_ext.checkpoint.verify import Sound, newest_sound
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import FINAL, ConfigError, MegatronExtError
 from megatron_ext.observe.lock import hold
 from megatron_ext.observe.run_files import (
     choose_run_id,
+    leave_exit,
     read_exit,
     remove_exit,
     replace_file,
-    write_exit,
 )
 from megatron_ext.parallel.environment import Environment
 
@@ -38,6 +40,7 @@ class Found:
         moved: where an older run went with `run.fresh=true`.
         load: `checkpoint.load`, at its new place if it was in that older run.
         ended: how this very launch has ended already, when torchrun restarts it nevertheless.
+        damaged: what is wrong with newer checkpoints than the one to go on from, as lines.
     """
 
     folder: Path
@@ -48,18 +51,30 @@ class Found:
     moved: Path | None
     load: str | None = None
     ended: dict[str, Any] | None = None
+    damaged: tuple[str, ...] = ()
 
 
 def open_run_folder(config: RunConfig, environment: Environment) -> Found:
-    """Decide once, on rank 0, and tell all ranks. Collective.
+    """Decide once, on rank 0, and tell all ranks, which check the checkpoint together. Collective.
 
     Raises:
-        ConfigError, CheckpointError: what rank 0 met, on every rank.
+        ConfigError, CheckpointError: what rank 0 met, or no checkpoint is sound; on every rank.
     """
+    entered = _on_rank_0(lambda: enter(config, environment), config)
+    try:
+        # A launch that has ended by itself reads no checkpoint.
+        sound = Sound(None) if entered.ended else newest_sound(entered.folder / "checkpoints")
+        return _on_rank_0(lambda: describe(config, entered, sound), config)
+    except MegatronExtError as error:
+        leave_exit(entered.folder, code=error.exit_code, reason=str(error), step=0)
+        raise
+
+
+def _on_rank_0[T](action: Callable[[], T], config: RunConfig) -> T:
     answer: list[Any] = [None]
-    if environment.rank == 0:
+    if dist.get_rank() == 0:
         try:
-            answer[0] = look(config, environment)
+            answer[0] = action()
         except MegatronExtError as error:
             answer[0] = error
         except OSError as error:
@@ -70,12 +85,21 @@ def open_run_folder(config: RunConfig, environment: Environment) -> Found:
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):
         raise answer[0]
-    found: Found = answer[0]
-    return found
+    return cast("T", answer[0])
 
 
-def look(config: RunConfig, environment: Environment) -> Found:
-    """Move an older run aside if asked to, find the checkpoint, and choose the run id."""
+@dataclass(frozen=True)
+class Entered:
+    """The run folder, held by rank 0; the names are those of `Found`."""
+
+    folder: Path
+    moved: Path | None
+    away: str
+    ended: dict[str, Any] | None
+
+
+def enter(config: RunConfig, environment: Environment) -> Entered:
+    """Move an older run aside if asked to, and take the folder for this launch."""
     folder = Path(str(config.run.dir))
     moved, before, again = None, None, False
     if folder.is_dir():
@@ -97,22 +121,24 @@ def look(config: RunConfig, environment: Environment) -> Found:
     away = str(moved or before or "")
     mark = {"launch": environment.launch, "moved": away or None}
     replace_file(folder / MARK, json.dumps(mark).encode())
-    try:
-        checkpoint = latest(folder / "checkpoints")
-        extra = read_extra(checkpoint) if checkpoint else {}
-    except MegatronExtError as error:
-        write_exit(folder, code=error.exit_code, reason=str(error), step=0)
-        raise
+    return Entered(folder, moved, away, ended)
+
+
+def describe(config: RunConfig, entered: Entered, sound: Sound) -> Found:
+    """What there is to go on from, and under which run id."""
+    folder = entered.folder
+    extra = read_extra(sound.path) if sound.path else {}
     step = int(extra.get("step", 0))
     return Found(
         folder=folder,
-        checkpoint=checkpoint,
+        checkpoint=sound.path,
         run_id=choose_run_id(folder, name=config.run.name, from_checkpoint=extra.get("run_id")),
         step=step,
         finished=step >= config.train.steps,
-        moved=moved,
-        load=_moved_along(config.checkpoint.load, folder, away),
-        ended=ended,
+        moved=entered.moved,
+        load=_moved_along(config.checkpoint.load, folder, entered.away),
+        ended=entered.ended,
+        damaged=sound.damaged,
     )
 
 

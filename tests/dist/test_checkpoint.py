@@ -116,8 +116,11 @@ def test_one_rank_loads_the_checkpoint_of_any_layout(
         ("other", ["not a complete checkpoint", "step_*"]),
         ("shape", ["output_layer.weight is [128, 32] there and [256, 32] here", "config.yaml"]),
         ("left_over", ["not in the model: decoder.layers.1.", "and more", "run.fresh=true"]),
-        ("damaged", ["damaged", ".metadata", "latest"]),
-        ("truncated", ["distcp has", "bytes, not the", "latest"]),
+        ("damaged", ["damaged", ".metadata: expected", "found no file", "latest"]),
+        ("truncated", ["distcp: expected", "bytes, found", "latest"]),
+        ("flipped", ["distcp: expected", "with CRC-32", "latest"]),
+        ("no_sums", ["checksums.json: found no file", "latest"]),
+        ("older_truncated", ["distcp has", "bytes, not the", "latest"]),
         ("blocked", ["cannot be prepared", "relaunch"]),
         ("not_json", ["extra.json", "set is not JSON serializable"]),
     ],
@@ -127,6 +130,10 @@ def test_errors_say_what_and_what_to_do(
 ) -> None:
     for part in parts:
         assert part in one["messages"][message]
+
+
+def test_a_checkpoint_from_before_checksums_is_read(one: dict[str, Any]) -> None:
+    assert one["older"] == {"tokens": 128, "run": "abc"}
 
 
 @pytest.mark.parametrize("name", ["full_async", "full_sync"])

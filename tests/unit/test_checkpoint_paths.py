@@ -18,7 +18,7 @@ EXTRA = {"tokens": 5, paths.RESERVED: {"step": 1}}
 def complete(folder: Path, step: int) -> Path:
     temporary = paths.prepare(folder, step, {**EXTRA, paths.RESERVED: {"step": step}})
     (temporary / paths.COMPLETE).write_text("{}")
-    return paths.publish(temporary, step)
+    return paths.publish(temporary, step, {})
 
 
 def names(folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ def test_an_incomplete_folder_is_never_published(tmp_path: Path) -> None:
     complete(tmp_path, 10)
     temporary = paths.prepare(tmp_path, 20, EXTRA)
     with pytest.raises(OSError, match="metadata"):
-        paths.publish(temporary, 20)
+        paths.publish(temporary, 20, {})
     assert paths.latest(tmp_path) == tmp_path / "step_00000010"
     assert list(paths.step_folders(tmp_path)) == [10]
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from megatron_ext.checkpoint.verify import Sound
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.observe.lock import briefly, hold
 from megatron_ext.observe.refusal import report
 from megatron_ext.observe.run_files import leave_exit, read_exit, write_exit
 from megatron_ext.parallel.environment import LAUNCH, Environment, read_environment
-from megatron_ext.train.run_folder import look
+from megatron_ext.train.run_folder import Entered, Found, describe, enter, open_run_folder
 
 
 def test_a_folder_is_held_by_one_process_until_that_ends(tmp_path: Path) -> None:
@@ -68,12 +71,25 @@ def test_the_first_ending_stays_and_the_writers_replaces_it(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["exit.json"]
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def run_in(folder: Path, **run: Any) -> RunConfig:
     config = RunConfig()
     config.run.dir, config.run.name = str(folder), "x"
     for key, value in run.items():
         setattr(config.run, key, value)
     return config
+
+
+def look(config: RunConfig, environment: Environment) -> Found:
+    entered: Entered = enter(config, environment)
+    return describe(config, entered, Sound(None))
 
 
 def test_fresh_moves_aside_once_a_launch_and_takes_a_load_along(tmp_path: Path) -> None:
@@ -98,20 +114,20 @@ def test_an_ending_is_forgotten_when_a_run_starts_unless_torchrun_restarts_it(
     tmp_path: Path,
 ) -> None:
     config = run_in(tmp_path)
-    look(config, Environment(launch="a"))
+    enter(config, Environment(launch="a"))
     write_exit(tmp_path, code=40, reason="x", step=1)
-    assert (look(config, Environment(launch="a", restarts=1)).ended or {})["code"] == 40
-    assert look(config, Environment(launch="a", restarts=0)).ended is None
+    assert (enter(config, Environment(launch="a", restarts=1)).ended or {})["code"] == 40
+    assert enter(config, Environment(launch="a", restarts=0)).ended is None
     assert read_exit(tmp_path) is None
     write_exit(tmp_path, code=50, reason="x", step=1)
-    assert look(config, Environment(launch="a", restarts=1)).ended is None, "a hang is restarted"
+    assert enter(config, Environment(launch="a", restarts=1)).ended is None, "a hang is restarted"
 
 
-def test_a_damaged_pointer_is_on_record(tmp_path: Path) -> None:
+def test_a_damaged_pointer_is_on_record(tmp_path: Path, alone: None) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("step_00000007\n")
     with pytest.raises(CheckpointError):
-        look(run_in(tmp_path), Environment())
+        open_run_folder(run_in(tmp_path), Environment())
     assert (read_exit(tmp_path) or {})["code"] == 30
 
 
@@ -134,5 +150,5 @@ def test_a_launch_is_named_by_our_launchers_or_torchrun(monkeypatch: pytest.Monk
 
 
 def test_marks_are_plain(tmp_path: Path) -> None:
-    look(run_in(tmp_path), Environment(launch="a"))
+    enter(run_in(tmp_path), Environment(launch="a"))
     assert json.loads((tmp_path / ".launch.json").read_text()) == {"launch": "a", "moved": None}

@@ -249,7 +249,7 @@ def _chunks(name: str, found: TensorStorageMetadata, places: dict[Any, Any]) -> 
     return tuple(chunks)
 
 
-def append(stream: BinaryIO, tensor: Tensor) -> tuple[int, int]:
+def append(stream: Any, tensor: Tensor) -> tuple[int, int]:
     """Write one chunk at the end of an open file; its start and length there."""
     start = stream.tell()
     torch.save(tensor.contiguous(), stream)

@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron_ext.checkpoint import paths
+from megatron_ext.checkpoint import checksums, paths
+from megatron_ext.checkpoint.checksums import ChecksumStream, Entry
 from megatron_ext.checkpoint.hf import work
 from megatron_ext.checkpoint.hf.distributed import Chunk, Stored, append, write_index
 from megatron_ext.checkpoint.hf.folder import INDEX, SINGLE, Folder
@@ -77,13 +78,15 @@ def import_folder(
             for i, file in enumerate(files)
         ]
         notes = work.run(jobs, target, workers=workers, label="import")
+        written = {job.name: Entry(*note["written"]) for job, note in zip(jobs, notes, strict=True)}
         chunks: dict[str, list[Chunk]] = {key: [] for key in shapes}
-        for job, file, places in zip(jobs, files, notes, strict=True):
-            for box, (start, length) in zip(file, places, strict=True):
+        for job, file, note in zip(jobs, files, notes, strict=True):
+            for box, (start, length) in zip(file, note["places"], strict=True):
                 chunks[box.key].append(Chunk(box.low, box.sizes, job.name, start, length))
         tensors = {k: Stored(shapes[k], dtypes[k], tuple(parts)) for k, parts in chunks.items()}
         (target / paths.EXTRA).write_text(json.dumps(_extra(folder), indent=1, sort_keys=True))
         write_index(target, tensors)
+        checksums.write(target, written, leave_out=[work.PLAN])
     unused = [piece.name for piece in folder.pieces if piece.key is None]
     lines = [f"{len(folder.pieces)} tensors to {len(shapes)} of ours in {len(files)} files"]
     lines += [f"{folder.packed} matrices unpacked from MXFP4"] if folder.packed else []
@@ -121,14 +124,14 @@ def _files(boxes: list[Box]) -> list[list[Box]]:
 
 def _writer(
     folder: Folder, boxes: list[Box]
-) -> Callable[[BinaryIO, Callable[[int], None]], list[tuple[int, int]]]:
-    def write(stream: BinaryIO, advance: Callable[[int], None]) -> list[tuple[int, int]]:
-        places = []
+) -> Callable[[BinaryIO, Callable[[int], None]], dict[str, Any]]:
+    def write(file: BinaryIO, advance: Callable[[int], None]) -> dict[str, Any]:
+        stream, places = ChecksumStream(file), []
         for box in boxes:
             part = folder.read_box(box.key, box.low, box.high, box.dtype)
             places.append(append(stream, part))
             advance(box.nbytes)
-        return places
+        return {"places": places, "written": [stream.entry.size, stream.entry.crc32]}
 
     return write
 
