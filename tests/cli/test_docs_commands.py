@@ -69,7 +69,7 @@ class Shell:
 
     def __init__(self, launcher: Launcher, folder: Path) -> None:
         self._launcher, self._folder, self._steps = launcher, folder, 0
-        for name in ("pretrain.py", "data", "docs", "examples"):
+        for name in ("pretrain.py", "data", "docs", "examples", "launch"):
             (folder / name).symlink_to(ROOT / name)
 
     def __call__(self, line: str) -> None:
@@ -79,18 +79,30 @@ class Shell:
         elif words[:3] == ["torchrun", "--standalone", "--nproc-per-node"]:
             assert words[4] == "pretrain.py"
             self._pretrain(words[5:], ranks=int(words[3]))
+        elif words[:2] == ["bash", "launch/local.sh"]:
+            self._process([*words, *self._short()])
         else:
             assert words[0] == "python", f"{line}: neither a program of ours nor marked as not run"
-            done = subprocess.run(
-                [sys.executable, *words[1:]], cwd=self._folder, capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr
+            self._process([sys.executable, *words[1:]])
+
+    def _process(self, command: list[str]) -> None:
+        done = subprocess.run(
+            command,
+            cwd=self._folder,
+            env=os.environ | {"PYTHON": sys.executable},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+
+    def _short(self) -> list[str]:
+        # One step more each time, so that no command finds its run finished by the one before.
+        self._steps += 1
+        return [*SHORT, f"train.steps={self._steps}"]
 
     def _pretrain(self, words: list[str], *, ranks: int) -> None:
         if "run.mode=plan" not in words:
-            # One step more each time, so that no command finds its run finished by the one before.
-            self._steps += 1
-            words = [*words, *SHORT, f"train.steps={self._steps}"]
+            words = [*words, *self._short()]
         code, text = self.run(words, ranks=ranks)
         assert code == 0, f"{shlex.join(words)}\n{text}"
 
