@@ -17,14 +17,14 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_ext.checkpoint import paths, rng, state, verify
+from megatron_ext.checkpoint import paths, rng, safe, state, verify
 from megatron_ext.errors import CheckpointError
 
 
@@ -54,8 +54,9 @@ def load(
         The `extra` values that were given to `save`.
 
     Raises:
-        CheckpointError: no complete checkpoint there, a file of it is damaged, or its tensors are
-            not those of the model: missing, left over, or of another shape. The same on every rank.
+        CheckpointError: no complete checkpoint there, a file of it is damaged or holds more than
+            data, or its tensors are not those of the model: missing, left over, or of another
+            shape. The same on every rank.
     """
     extra, stored = _agree_on(path, verified=verified)
     ours = extra.pop(paths.RESERVED)
@@ -118,21 +119,25 @@ def _agree_on(path: Path, *, verified: bool) -> tuple[dict[str, Any], dict[str, 
     stored: dict[str, Any] = {}
     try:
         extra = paths.read_extra(path)
-        stored = load_sharded_metadata(str(path))
+        metadata = safe.read_metadata(path)
         if dist.get_rank() == 0:
-            _check_sizes(path)
+            _check_sizes(path, metadata)
+        objects = safe.object_names(metadata)
+        safe.check_objects(path, metadata, objects[dist.get_rank() :: dist.get_world_size()])
+        stored = TorchDistLoadShardedStrategy().load_tensors_metadata(path, metadata)
+        stored |= {name: ShardedObject.empty_from_unique_key(name) for name in objects}
     except CheckpointError as error:
         problem.append(str(error))
-    except Exception as error:  # Damaged pickles raise anything.
+    except Exception as error:  # A table that is not what it should be raises anything.
         problem.append(_damaged(path, error))
     raise_together(path, problem)
     return extra, stored
 
 
-def _check_sizes(path: Path) -> None:
-    """Notice a file that is missing or cut short before anything is read, whoever would read it."""
+def _check_sizes(path: Path, metadata: Metadata) -> None:
+    """Notice a file that is missing or cut short; all there is without checksums."""
     needed: dict[str, int] = {}
-    for info in (FileSystemReader(path).read_metadata().storage_data or {}).values():
+    for info in metadata.storage_data.values():
         end = info.offset + info.length
         needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
     for name, size in sorted(needed.items()):

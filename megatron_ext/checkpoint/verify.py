@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,20 +44,26 @@ def problems(path: Path) -> list[str]:
     Returns:
         A line `file: expected ..., found ...` for each difference, the same on every rank.
     """
+    return gather(local_problems(path, part=dist.get_rank(), parts=dist.get_world_size()))
+
+
+def local_problems(path: Path, *, part: int = 0, parts: int = 1, workers: int = 1) -> list[str]:
+    """As `problems`, of every `parts`-th file, without other ranks; `workers` files at a time."""
     try:
         entries = checksums.read(path)
-        older = entries is None and _format(path) < paths.WITH_CHECKSUMS
+        if entries is None:
+            older = _format(path) < paths.WITH_CHECKSUMS
+            return [] if older else [f"{path / checksums.FILE}: found no file"]
     except (CheckpointError, OSError, ValueError) as error:
-        return gather([str(error)])
-    if entries is None:
-        return gather([] if older else [f"{path / checksums.FILE}: found no file"])
+        return [str(error)]
     lines = [
         f"{path / name}: not in {checksums.FILE}" for name in paths.NEEDED if name not in entries
     ]
     # The largest first, so that the last ones even out the ranks.
-    names = sorted(entries, key=lambda name: (-entries[name].size, name))
-    mine = names[dist.get_rank() :: dist.get_world_size()]
-    return gather(lines + checksums.problems(path, mine, entries))
+    names = sorted(entries, key=lambda name: (-entries[name].size, name))[part::parts]
+    with ThreadPoolExecutor(workers) as pool:
+        found = pool.map(lambda name: checksums.problems(path, [name], entries), names)
+        return lines + [line for more in found for line in more]
 
 
 def _format(path: Path) -> int:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_ext.checkpoint import checksums
 from megatron_ext.checkpoint.hf import importing
 from megatron_ext.checkpoint.hf.__main__ import main
 from megatron_ext.checkpoint.hf.distributed import Stored, StoredTensors, write_index
@@ -164,6 +165,7 @@ def resave(folder: Path, state: dict[str, Tensor]) -> None:
     for file in folder.glob("*.distcp"):
         file.unlink()
     dcp.save(state, checkpoint_id=folder, no_dist=True)
+    checksums.write(folder, {})
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.checkpoint import checksums
 from megatron_ext.checkpoint.hf import exporting, importing, work
 from megatron_ext.checkpoint.hf.distributed import StoredTensors
 from megatron_ext.checkpoint.hf.exporting import Export, export
@@ -131,6 +132,13 @@ def test_a_damaged_checkpoint_of_ours_is_refused(tmp_path: Path) -> None:
     import_folder(tmp_path / "in", tmp_path / "ours", dtype=None, workers=1)
     (file,) = (tmp_path / "ours").glob("*.distcp")
     whole = file.read_bytes()
+    file.write_bytes(b"\0" * len(whole))
+    with pytest.raises(CheckpointError, match=r"distcp: expected .* with CRC-32 .*, found"):
+        export(Export(tmp_path / "ours", F32), tmp_path / "out", workers=1)
+    # As before there were checksums.
+    (tmp_path / "ours" / "checksums.json").unlink()
+    extra = (tmp_path / "ours" / "extra.json").read_text()
+    (tmp_path / "ours" / "extra.json").write_text(extra.replace('"format": 2', '"format": 1'))
     file.write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match=r"has .* bytes, not the"):
         export(Export(tmp_path / "ours", F32), tmp_path / "out", workers=1)
@@ -185,6 +193,7 @@ def test_a_model_that_the_layout_cannot_say_is_not_exported(tmp_path: Path) -> N
     extra = json.loads((tmp_path / "ours" / "extra.json").read_text())
     extra["model"]["model.kda.gate"] = "bounded_plain"
     (tmp_path / "ours" / "extra.json").write_text(json.dumps(extra))
+    checksums.write(tmp_path / "ours", {})
     with pytest.raises(ConfigError, match=r"kda\.gate=bounded_plain"):
         export(Export(tmp_path / "ours", F32), tmp_path / "out", workers=1)
 

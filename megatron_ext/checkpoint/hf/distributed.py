@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_ext.checkpoint import safe
 from megatron_ext.checkpoint.hf.blobs import Blob
 from megatron_ext.errors import CheckpointError
 
@@ -69,7 +70,7 @@ class StoredTensors:
         self.folder = folder
         self._blobs: dict[Chunk, Blob] = {}
         try:
-            metadata = FileSystemReader(folder).read_metadata()
+            metadata = safe.read_metadata(folder)
             places: dict[Any, Any] = metadata.storage_data or {}
             self.tensors = {
                 name: Stored(
@@ -86,7 +87,9 @@ class StoredTensors:
                 size = (folder / name).stat().st_size
                 if size < end:
                     raise ValueError(f"{name} has {size} bytes, not the {end} that were written")
-        except Exception as error:  # Damaged pickles raise anything.
+        except CheckpointError:
+            raise
+        except Exception as error:  # A table that is not what it should be raises anything.
             raise CheckpointError(f"{folder}: damaged ({type(error).__name__}: {error})") from error
 
     def read(self, key: str, index: Sequence[int], start: int, stop: int) -> Tensor:

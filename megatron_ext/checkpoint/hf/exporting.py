@@ -12,7 +12,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint import paths
+from megatron_ext.checkpoint import paths, verify
 from megatron_ext.checkpoint.hf import work
 from megatron_ext.checkpoint.hf.blobs import Planned, write_safetensors
 from megatron_ext.checkpoint.hf.distributed import StoredTensors
@@ -56,6 +56,9 @@ def export(what: Export, output: Path, *, workers: int) -> list[str]:
     extra = paths.read_extra(what.checkpoint)
     if "model" not in extra or "vocab_size" not in extra:
         raise CheckpointError(f"{what.checkpoint}: does not say of which model it is")
+    damaged = verify.local_problems(what.checkpoint, workers=workers)
+    if damaged:
+        raise CheckpointError(verify.explain(what.checkpoint, damaged))
     config, vocab_size = recall(extra), int(extra["vocab_size"])
     name = str(what.dtype).removeprefix("torch.")
     architecture = write_architecture(
