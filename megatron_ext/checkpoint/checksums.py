@@ -120,6 +120,17 @@ def read(folder: Path) -> dict[str, Entry] | None:
     return entries
 
 
+def looks_whole(folder: Path) -> bool:
+    """Whether every file is there with its size, without reading them; also where none is listed,
+    as in a checkpoint from before there were checksums."""
+    try:
+        entries = read(folder)
+        sizes = {name: (folder / name).stat().st_size for name in entries or ()}
+    except (OSError, ValueError):
+        return False
+    return all(size == entries[name].size for name, size in sizes.items()) if entries else True
+
+
 def problems(folder: Path, names: Iterable[str], entries: Mapping[str, Entry]) -> list[str]:
     """Read files and compare: a line `file: expected ..., found ...` for each that differs."""
     lines = []

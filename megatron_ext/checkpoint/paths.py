@@ -185,11 +185,15 @@ def publish(temporary: Path, step: int, written: Mapping[str, checksums.Entry]) 
     final = folder / step_name(step)
     if not is_complete(temporary):
         raise OSError(f"{temporary} lacks {COMPLETE} or {EXTRA}")
-    checksums.write(temporary, written)
-    _sync(temporary)
-    if final.exists():
-        _remove(final)
-    os.rename(temporary, final)
+    try:
+        checksums.write(temporary, written)
+        _sync(temporary)
+        if final.exists():
+            _remove(final)
+        os.rename(temporary, final)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     _sync(folder)
     point(folder, final.name)
     return final
@@ -205,6 +209,8 @@ def point(folder: Path, name: str) -> None:
 def prune(folder: Path, *, keep: int, keep_every: int) -> list[Path]:
     """Delete old checkpoints and return them. The one that `latest` names always stays.
 
+    One that lacks a file, or has one cut short, is no reason to delete another: it does not count.
+
     Args:
         folder: the folder of checkpoints.
         keep: how many of the newest up to `latest` stay; 0: all.
@@ -216,7 +222,10 @@ def prune(folder: Path, *, keep: int, keep_every: int) -> list[Path]:
         return []
     folders = step_folders(folder)
     steps = [step for step, path in folders.items() if path.name <= current.name]
-    old = [step for step in steps[:-keep] if not (keep_every > 0 and step % keep_every == 0)]
+    whole = [step for step in steps if checksums.looks_whole(folders[step])]
+    if len(whole) < keep:
+        return []
+    old = [s for s in steps if s < whole[-keep] and not (keep_every > 0 and s % keep_every == 0)]
     for step in old:
         _remove(folders[step])
     return [folders[step] for step in old]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
@@ -131,6 +133,74 @@ def test_a_file_that_shrank_before_the_checkpoint_got_its_name_is_not_published(
     with pytest.raises(OSError, match="has 2 bytes, not the 3 written"):
         paths.publish(temporary, 2, {"a": checksums.Entry(3, 0)})
     assert paths.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", ["truncate", "lose", "lengthen"])
+def test_retention_does_not_count_what_is_cut_short(kind: str, tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        complete(tmp_path, step)
+    for step in (4, 6):
+        KINDS[kind](tmp_path / f"step_{step:08d}" / FILES[0], random.Random(step))
+    assert paths.prune(tmp_path, keep=1, keep_every=0) == []
+    assert verify.first_sound(paths.candidates(tmp_path)).path == tmp_path / "step_00000002"
+    for step in (8, 10):
+        complete(tmp_path, step)
+        paths.prune(tmp_path, keep=1, keep_every=0)
+    assert list(paths.step_folders(tmp_path)) == [10]
+
+
+def test_what_was_found_damaged_is_not_deleted_and_does_not_count(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        complete(tmp_path, step)
+    KINDS["flip"](tmp_path / "step_00000006" / FILES[0], random.Random(0))
+    assert verify.newest_sound(tmp_path).path == tmp_path / "step_00000004"
+    paths.prune(tmp_path, keep=2, keep_every=0)
+    paths.clean(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latest",
+        "step_00000002",
+        "step_00000004",
+        "step_00000006.damaged",
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["fsync", "rename", "replace"])
+def test_a_disk_that_fails_at_the_last_moment_leaves_the_one_before(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the tensors are written already, and the small files, the name or `latest` are not."""
+    before = complete(tmp_path, 2)
+
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    temporary = paths.prepare(tmp_path, 4, {paths.RESERVED: {"step": 4, "format": paths.FORMAT}})
+    (temporary / paths.COMPLETE).write_text("{}")
+    (temporary / ".metadata").write_text("x")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            paths.publish(temporary, 4, {})
+    assert verify.newest_sound(tmp_path).path == before
+    paths.clean(tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_folder_that_cannot_be_written_is_said_when_going_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4):
+        complete(tmp_path, step)
+    KINDS["flip"](tmp_path / "step_00000004" / FILES[0], random.Random(0))
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(CheckpointError, match=r"cannot be renamed .*Read-only.* rights"):
+        verify.newest_sound(tmp_path)
+    assert sorted(paths.step_folders(tmp_path)) == [2, 4]
 
 
 @given(st.lists(st.binary(max_size=200), max_size=6))
