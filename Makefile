@@ -5,11 +5,12 @@ ARGS ?=
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help environment train test check bench clean
+.PHONY: help environment train test test-slurm check bench clean
 
 help:
 	@echo "make train   train a small model on this machine   (ARGS='train.steps=20 run.fresh=true')"
 	@echo "make test    run all tests                         (ARGS='tests/unit -k gate')"
+	@echo "make test-slurm   those of them that start a real SLURM (as root, with slurm-wlm and munge)"
 	@echo "make check   lint, formatting, types, import rules"
 	@echo "make bench   run the benchmarks of bench/"
 	@echo "make clean   remove caches and build products; keeps $(VENV) and runs/"
@@ -23,6 +24,9 @@ train: environment
 
 test: environment
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-slurm: environment
+	@$(BIN)/python -m pytest -rs tests/slurm $(ARGS)
 
 check: environment
 	@$(BIN)/ruff check .
