@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_ext.config.overrides import Checked, check_overrides
 from megatron_ext.config.problem import Problem
 from megatron_ext.config.schema import AttentionResidualBackend, KdaBackend, Mode, RunConfig
-from megatron_ext.config.validate import find_problems
+from megatron_ext.config.stages import idle_keys, stage_problems
 from megatron_ext.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -71,7 +71,9 @@ def compose(
     resolve_paths(config, cwd or Path.cwd())
     if callable(world_size):
         world_size = world_size(config)
-    checked.problems += [p.text for p in find_problems(config, world_size) if _certain(p, checked)]
+    found = stage_problems(config, world_size)
+    checked.problems += [problem.text for problem in found if _certain(problem, checked)]
+    checked.problems += idle_keys(config, checked.given)
     if config.run.deterministic and config.model.kda.backend is KdaBackend.auto:
         # What `auto` takes on a GPU, fla, is not deterministic.
         config.model.kda.backend = KdaBackend.dense

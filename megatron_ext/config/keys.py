@@ -114,4 +114,6 @@ def _words(kind: Any) -> str:
         return "a list like [2,2,1,1]"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "one of " + ", ".join(member.name for member in kind)
+    if typing.get_origin(kind) is dict:
+        return "stages by name, such as {stage_8k:{train:{steps:100}},stage_64k:{...}}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]

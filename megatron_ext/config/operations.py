@@ -1,4 +1,4 @@
-"""Options of what surrounds training: health, hangs, launching. No torch here."""
+"""Options of what surrounds training: health, hangs, launching, sampling. No torch here."""
 
 from __future__ import annotations
 
@@ -70,3 +70,11 @@ class LaunchOptions:
     torchrun: bool = option(True, "One SLURM task a host, torchrun's; false: one task a rank")
     preflight: bool = option(False, "SLURM jobs check their hosts first")
     sbatch: list[str] = option([], "Further options of sbatch, such as ['--comment=x']")
+
+
+@dataclass
+class GenerateOptions:
+    prompt: str = option("def ", "Text to go on from")
+    max_new_tokens: int = option(128, "Tokens to add", unit="tokens")
+    temperature: float = option(0.8, "0 takes the likeliest token")
+    top_k: int = option(40, "Sample among the likeliest k; 0: all")

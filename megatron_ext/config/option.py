@@ -7,10 +7,10 @@ from typing import Any
 
 
 def option(default: Any, help: str, *, unit: str = "") -> Any:
-    """A documented field. Lists and nested groups get a fresh copy for every instance."""
+    """A documented field. Lists, mappings and nested groups get a fresh copy for every instance."""
     metadata = {"help": help, "unit": unit}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_ext.config.hf_read import read_architecture
 from megatron_ext.config.keys import Key, sections, suggest, table
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.stage_words import names_stage, stage_word, stages_of, unknown_stage
 from megatron_ext.errors import ConfigError
 
 _SEVERAL = (
@@ -62,6 +63,7 @@ def check_overrides(given: Sequence[str], config_dir: Path, cwd: Path | None = N
     """
     result, keys, options = Checked(), table(), groups(config_dir)
     selected = _defaults(config_dir / "config.yaml")
+    staged: list[Override] = []
     parser, scratch = OverridesParser.create(), OmegaConf.structured(RunConfig)
     for text in given:
         try:
@@ -72,18 +74,29 @@ def check_overrides(given: Sequence[str], config_dir: Path, cwd: Path | None = N
                 "spaces, commas or brackets for Hydra: 'key=\"a, b\"')"
             )
             continue
-        if _names_architecture(override):
+        if names_stage(override):
+            staged.append(override)
+        elif _names_architecture(override):
             _check_architecture(override, (cwd or Path.cwd()), selected, result)
         elif override.key_or_group in options and override.type is not OverrideType.DEL:
             _check_group(override, options, selected, result)
         else:
             _check_key(override, keys, options, scratch, result)
     result.overrides = _architecture_words(result) + result.overrides
+    stages: list[str] = []
     for group, choices in _with_experiment(selected, config_dir).items():
         for choice in choices:
             file = config_dir / group / f"{choice}.yaml"
             if file.exists():
                 result.problems += check_file(file, group, keys, scratch)
+                stages += stages_of(file)
+    for override in staged:
+        several = f"{override.input_line}: {_SEVERAL}" if override.is_sweep_override() else ""
+        problem = several or unknown_stage(override, stages)
+        if problem:
+            result.problems.append(problem)
+        else:
+            result.overrides.append(stage_word(override))
     return result
 
 
@@ -99,7 +112,7 @@ def check_file(file: Path, group: str, keys: Mapping[str, Key], scratch: DictCon
     where = package.group(1) if package else group
     prefix = "" if where == "_global_" else where.replace("_group_", group) + "."
     problems = []
-    for key, value in _flatten(content, prefix, keys):
+    for key, value in flatten(content, prefix, keys):
         if key.startswith(f"{prefix}defaults"):
             continue
         text = unknown(key, keys) if key not in keys else wrong_value(keys[key], value, scratch)
@@ -239,13 +252,13 @@ def _check_key(
             result.given.add(key)
 
 
-def _flatten(content: Any, prefix: str, keys: Mapping[str, Key]) -> list[tuple[str, Any]]:
+def flatten(content: Any, prefix: str, keys: Mapping[str, Key]) -> list[tuple[str, Any]]:
     """Leaves of a YAML mapping; a value whose key is a leaf of the schema is not entered."""
     leaves: list[tuple[str, Any]] = []
     for name, value in content.items() if isinstance(content, dict) else ():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in keys:
-            leaves += _flatten(value, key + ".", keys)
+            leaves += flatten(value, key + ".", keys)
         else:
             leaves.append((key, value))
     return leaves

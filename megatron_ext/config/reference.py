@@ -31,6 +31,7 @@ def help_text(config_dir: Path = CONFIGS) -> str:
         "  --cfg job           print the composed configuration and stop",
         "  --info defaults     print which files it comes from (also defaults-tree, config)",
         "  -m key=1,2          run every combination, one after the other, under multirun/",
+        "  stage=NAME          only this stage of an experiment with a curriculum",
         "",
         "Groups (files in configs/; the default is the first in configs/config.yaml):",
     ]
@@ -73,6 +74,9 @@ def page(config_dir: Path = CONFIGS) -> str:
     for name in groups(config_dir).get("experiment", []):
         lines.append(f"- `{name}`: {_summary(config_dir / 'experiment' / f'{name}.yaml')}")
     lines += [
+        "",
+        "In an experiment with a curriculum `stage=NAME` runs one stage, and a key of one stage is",
+        "set by `curriculum.stages.stage_64k.parallel.context=4`; see long_context.md.",
         "",
         "A `model` option also sets the sequence length and batch it is meant for.",
         "",

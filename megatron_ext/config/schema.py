@@ -33,7 +33,8 @@ from megatron_ext.config.architecture import (
     ResidualOptions,
     RouterMatmul,
 )
-from megatron_ext.config.operations import LaunchOptions, ResilienceOptions
+from megatron_ext.config.curriculum import CurriculumOptions
+from megatron_ext.config.operations import GenerateOptions, LaunchOptions, ResilienceOptions
 from megatron_ext.config.option import option
 
 __all__ = [
@@ -246,14 +247,6 @@ class LoggingOptions:
 
 
 @dataclass
-class GenerateOptions:
-    prompt: str = option("def ", "Text to go on from")
-    max_new_tokens: int = option(128, "Tokens to add", unit="tokens")
-    temperature: float = option(0.8, "0 takes the likeliest token")
-    top_k: int = option(40, "Sample among the likeliest k; 0: all")
-
-
-@dataclass
 class PlanOptions:
     world_size: int | None = option(None, "Ranks; default: the fewest that the layout needs")
 
@@ -270,6 +263,7 @@ class RunConfig:
     data: DataOptions = option(DataOptions, "What is read")
     train: TrainOptions = option(TrainOptions, "Length and batch")
     optim: OptimOptions = option(OptimOptions, "Optimizer and learning rate")
+    curriculum: CurriculumOptions = option(CurriculumOptions, "Stages, one after the other")
     evaluate: EvaluateOptions = option(EvaluateOptions, "Held-out loss")
     checkpoint: CheckpointOptions = option(CheckpointOptions, "Saving and loading")
     logging: LoggingOptions = option(LoggingOptions, "Where numbers go")

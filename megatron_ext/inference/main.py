@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_ext.checkpoint.weights import load_weights
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.stages import stage_config
 from megatron_ext.data.tokenizers import load_tokenizer
 from megatron_ext.inference.generate import sample
 from megatron_ext.model.build import build_chunks, choose_vocab_size
@@ -27,6 +28,7 @@ def generate(config: RunConfig) -> int:
         ConfigError: the checkpoint is of another model.
         CheckpointError: there is no checkpoint.
     """
+    config = stage_config(config, config.curriculum.stage or "")
     config.parallel.sequence = False
     options = config.generate
     runtime = start(config.run)

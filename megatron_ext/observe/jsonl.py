@@ -12,14 +12,19 @@ from megatron_ext.observe import registry
 from megatron_ext.observe.run_files import replace_file
 
 
-def encode(row: Mapping[str, float]) -> str:
+def encode(row: Mapping[str, float], *, stage: str = "") -> str:
     """One row as JSON, keys in the order of the registry, without the newline.
+
+    The name of a stage, the only text, stands after the step.
 
     Floats are written by `repr`, the shortest text that reads back as the same float64: equal
     numbers give equal bytes. A value that is not finite becomes `null`, since NaN is not JSON.
     """
-    plain: dict[str, float | int | None] = {}
-    for name in registry.ordered(row):
+    plain: dict[str, float | int | str | None] = {}
+    for name in registry.ordered([*row, "stage"] if stage else row):
+        if name == "stage":
+            plain[name] = stage
+            continue
         value = float(row[name])
         if not math.isfinite(value):
             plain[name] = None
@@ -110,7 +115,16 @@ class JsonlFile:
 
 
 class JsonlSink(JsonlFile):
-    """Appends rows to `metrics.jsonl`."""
+    """Appends rows to `metrics.jsonl`.
+
+    Args:
+        path, resume_step: as for `JsonlFile`.
+        stage: named in every row; "" without a curriculum.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int, stage: str = "") -> None:
+        super().__init__(path, resume_step=resume_step)
+        self._stage = stage
 
     def write(self, row: Mapping[str, float]) -> None:
         """Append one row.
@@ -118,4 +132,4 @@ class JsonlSink(JsonlFile):
         Raises:
             ValueError: the step is not after the last one, or a name is not registered.
         """
-        self.append(int(row["step"]), encode(row))
+        self.append(int(row["step"]), encode(row, stage=self._stage))

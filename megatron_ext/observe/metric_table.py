@@ -162,6 +162,7 @@ ATTENTION_METRICS: tuple[Metric, ...] = (
 # The order of this table is the order of the keys in a row of metrics.jsonl.
 METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", "Optimizer step, from 1", required=True, integer=True),
+    Metric("stage", "text", "Stage of the curriculum; in `metrics.jsonl` only, absent without one"),
     Metric(
         "tokens",
         "tokens",

@@ -48,6 +48,7 @@ class Metrics:
         writer: True on exactly one rank.
         total_steps: steps of the whole run.
         expert_parallel: ranks over which the experts of a layer are spread.
+        stage: of the curriculum, named in every row of `metrics.jsonl`; "" without one.
         stream: where the console prints; default: standard output.
     """
 
@@ -62,6 +63,7 @@ class Metrics:
         writer: bool,
         total_steps: int,
         expert_parallel: int = 1,
+        stage: str = "",
         stream: TextIO | None = None,
     ) -> None:
         self._folder = folder
@@ -79,7 +81,7 @@ class Metrics:
             start_step=resume_step,
             stream=stream,
         )
-        self._jsonl = JsonlSink(folder / "metrics.jsonl", resume_step=resume_step)
+        self._jsonl = JsonlSink(folder / "metrics.jsonl", resume_step=resume_step, stage=stage)
         self._expert_load = ExpertLoad(expert_parallel=expert_parallel)
         self._expert_interval = logging.expert_interval
         self._media_interval = media_interval(logging.expert_interval, total_steps=total_steps)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.config.layout import draw, draw_experts, padded_vocab_size
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.stages import stage_config, stage_names
 from megatron_ext.data.tokenizers import load_tokenizer
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.runtime import quiet
@@ -17,6 +18,15 @@ UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K
 
 
 def plan(config: RunConfig) -> int:
+    """As `plan_one`, for each stage of a curriculum in turn."""
+    names = stage_names(config)
+    for name in names:
+        print(f"\n{name}\n" if name != names[0] else f"{name}\n")
+        plan_one(stage_config(config, name))
+    return 0 if names else plan_one(config)
+
+
+def plan_one(config: RunConfig) -> int:
     """Print the layout, the parameters and the work a token of a composed configuration.
 
     No process group is joined, no data read and no GPU touched. Modules are built without memory,

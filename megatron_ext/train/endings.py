@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.stages import TOKENS, stage_overrides
 from megatron_ext.train.run_folder import Found
 from megatron_ext.train.state import TrainState
 
@@ -18,8 +19,10 @@ def finished_text(config: RunConfig, found: Found) -> str:
     step = found.step
     program, words = _program(dist.get_world_size()), sys.argv[1:]
     same = f"{program} {shlex.join(words)}".rstrip()
-    longer = [word for word in words if not word.startswith("train.steps=")]
-    longer.append(f"train.steps={step + max(1, config.train.steps // 2)}")
+    own = step - found.stage.first_step
+    key, value = _length(config, own + max(1, own // 2))
+    longer = [word for word in words if not word.startswith(f"{key}=")]
+    longer.append(f"{key}={value}")
     return (
         f"{found.folder}: this run is finished, step {step} of {config.train.steps} is saved.\n"
         f"  go on:     {program} {shlex.join(longer)}\n"
@@ -27,39 +30,73 @@ def finished_text(config: RunConfig, found: Found) -> str:
     )
 
 
+def stage_lines(state: TrainState, evaluation: dict[str, float], *, following: str) -> list[str]:
+    """A stage is done. With another layout the command is to be repeated, which a launcher does."""
+    return [
+        "",
+        f"{state.stage.name} is done: {state.step} steps, {state.tokens} tokens, "
+        + _held_out(state, evaluation),
+        f"next stage   {following}",
+    ]
+
+
+def repeat_text() -> str:
+    """What a run prints that leaves the next stage to new processes."""
+    return f"in another layout; a launcher starts it, else repeat\n             {_same_command()}"
+
+
 def stopped_lines(state: TrainState, why: str) -> list[str]:
     """A run that was stopped goes on with its own command."""
-    words = [word for word in sys.argv[1:] if not word.startswith("run.fresh=")]
-    same = f"{_program(state.runtime.world_size)} {shlex.join(words)}".rstrip()
     return [
         "",
         f"stopped on request ({why}): step {state.step} of {state.config.train.steps} is saved",
-        f"go on        {same}",
+        f"go on        {_same_command()}",
     ]
+
+
+def _same_command() -> str:
+    words = [word for word in sys.argv[1:] if not word.startswith("run.fresh=")]
+    return f"{_program(dist.get_world_size())} {shlex.join(words)}".rstrip()
 
 
 def ending_lines(state: TrainState, found: Found, evaluation: dict[str, float]) -> list[str]:
     """What came out, and what to do next."""
     name = f"run.dir={shlex.quote(_shown(found.folder))}"
-    held_out = f"held-out loss {evaluation['eval/loss']:.4f}"
-    if state.first_evaluation is not None:
-        held_out += f" (before training {state.first_evaluation:.4f})"
-    again = ("run.dir=", "run.fresh=", "run.mode=", "train.steps=")
+    key, value = _length(state.config, 2 * (state.step - state.stage.first_step))
+    again = ("run.dir=", "run.fresh=", "run.mode=", f"{key}=")
     same = shlex.join(word for word in sys.argv[1:] if not word.startswith(again))
     same = f"{_program(state.runtime.world_size)} {same + ' ' if same else ''}{name}"
-    # Generation runs on one stage, whatever the training ran on.
+    stage = f" stage={state.stage.name}" if state.stage.name else ""
+    # Generation runs on one stage of a pipeline, whatever the training ran on.
     parallel = state.config.parallel
     one_stage = " parallel.pipeline=1" if parallel.pipeline > 1 else ""
     one_stage += " parallel.virtual_pipeline=1" if parallel.virtual_pipeline > 1 else ""
     one_stage += " parallel.stage_layers=null" if parallel.stage_layers is not None else ""
     return [
         "",
-        f"done: {state.step} steps, {state.tokens} tokens, {held_out}",
+        f"done: {state.step} steps, {state.tokens} tokens, {_held_out(state, evaluation)}",
         f"metrics      {_shown(found.folder / 'metrics.jsonl')}",
-        f"go on        {same} train.steps={state.step * 2}",
-        f"evaluate     {same} run.mode=evaluate",
-        f"generate     {same}{one_stage} run.mode=generate generate.prompt='def '",
+        f"go on        {same} {key}={value}",
+        f"evaluate     {same}{stage} run.mode=evaluate",
+        f"generate     {same}{stage}{one_stage} run.mode=generate generate.prompt='def '",
     ]
+
+
+def _held_out(state: TrainState, evaluation: dict[str, float]) -> str:
+    text = f"held-out loss {evaluation['eval/loss']:.4f}"
+    if state.first_evaluation is not None:
+        text += f" (before training {state.first_evaluation:.4f})"
+    return text
+
+
+def _length(config: RunConfig, steps: int) -> tuple[str, int]:
+    """The key and value that give the run, or the stage in which it ends, so many steps."""
+    stage = config.curriculum.stage
+    if not stage:
+        return "train.steps", steps
+    if TOKENS in dict(stage_overrides(config, stage)):
+        return f"curriculum.stages.{stage}.{TOKENS}", steps * config.train.batch_tokens
+    return f"curriculum.stages.{stage}.train.steps", steps
 
 
 def _program(world_size: int) -> str:

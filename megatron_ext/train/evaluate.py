@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_ext.checkpoint.weights import load_weights
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.stages import stage_config
 from megatron_ext.data.batches import evaluation_batches
 from megatron_ext.observe.console import evaluation_rows
 from megatron_ext.parallel.runtime import start, stop
@@ -88,6 +89,7 @@ def restore_weights(state: TrainState) -> Path:
 
 def evaluate(config: RunConfig) -> int:
     """`run.mode=evaluate`: print the held-out loss of a checkpoint. Returns the exit code."""
+    config = stage_config(config, config.curriculum.stage or "")
     runtime = start(config.run)
     try:
         state = build_state(config, runtime)

@@ -228,7 +228,9 @@ def go_back(state: TrainState, folder: Path, rewind: Rewind, *, done: int) -> st
     choice: list[list[Path]] = [[]]
     if dist.get_rank() == 0:
         # Not inside the window either: its batches are what is suspected.
-        there = list(paths.step_folders(folder).values())
+        # Nor of the stage before: its layout may be another.
+        begin = state.stage.first_step
+        there = [path for step, path in paths.step_folders(folder).items() if step >= begin]
         fit = [path for path in there if _position(path) <= first]
         # A window wider than the way from the first checkpoint is cut there.
         fit = fit or [path for path in there[:1] if _position(path) < last]

@@ -57,8 +57,8 @@ def run_loop(
     referee = Referee(state.health, requests, device=state.runtime.device)
     cost = _cost(state)
     watchdog.beat(state.step, "evaluation before training")
-    if state.step == 0:
-        before = metrics.evaluation(0, 0, held_out_loss(state))
+    if state.step == state.stage.first_step:
+        before = metrics.evaluation(state.step, state.tokens, held_out_loss(state))
         state.first_evaluation = before["eval/loss"]
     request = referee.before_the_first_step()
     stalled = 0.0

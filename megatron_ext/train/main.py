@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.checkpoint.load import load
 from megatron_ext.checkpoint.paths import read_extra
@@ -14,8 +18,9 @@ from megatron_ext.config.compose import to_container
 from megatron_ext.config.layout import draw
 from megatron_ext.config.schedule_rules import schedule_problems
 from megatron_ext.config.schema import RunConfig, Schedule
+from megatron_ext.config.stages import stage_config
 from megatron_ext.data.change import check_unchanged
-from megatron_ext.errors import STOPPED, ConfigError, MegatronExtError, TrainingHalted
+from megatron_ext.errors import NEXT_STAGE, STOPPED, ConfigError, MegatronExtError, TrainingHalted
 from megatron_ext.model.same import check_same
 from megatron_ext.observe.metrics import Metrics
 from megatron_ext.observe.run_files import leave_exit, write_exit, write_run
@@ -24,7 +29,14 @@ from megatron_ext.parallel.environment import read_environment
 from megatron_ext.parallel.runtime import Runtime, start, stop
 from megatron_ext.resilience.requests import Requests
 from megatron_ext.resilience.watchdog import Watchdog
-from megatron_ext.train.endings import ending_lines, finished_text, stopped_lines
+from megatron_ext.train.curriculum import next_stage, same_layout, stage_of
+from megatron_ext.train.endings import (
+    ending_lines,
+    finished_text,
+    repeat_text,
+    stage_lines,
+    stopped_lines,
+)
 from megatron_ext.train.evaluate import restore_weights
 from megatron_ext.train.header import backends, damaged_text, header_lines
 from megatron_ext.train.incident import Rewind, go_back
@@ -45,34 +57,87 @@ def train(config: RunConfig) -> int:
             error.run_dir = config.run.dir
             raise
         try:
-            found = open_run_folder(config, read_environment())
-            return go_on(config, runtime, found, requests)
+            return walk(config, runtime, requests)
         finally:
             stop()
 
 
-def go_on(config: RunConfig, runtime: Runtime, found: Found, requests: Requests) -> int:
-    """Train from what was found in the run folder. Returns the exit code."""
+def walk(config: RunConfig, runtime: Runtime, requests: Requests) -> int:
+    """Train; of a curriculum, stage after stage while the ranks stay arranged as they are.
+
+    A stage that needs another layout is for new processes, whatever the launcher. Each stage begins
+    with what the run folder holds, like a relaunch. Returns the exit code.
+    """
+    mesh = None
+    while True:
+        found = open_run_folder(config, read_environment())
+        name = found.stage.name
+        own = stage_config(config, name, first_step=found.stage.first_step)
+        after = next_stage(config, name)
+        outcome = go_on(own, runtime, found, requests, following=after, mesh=mesh)
+        if outcome.reason != NEXT_STAGE:
+            return outcome.code
+        if not same_layout(config, name, after):
+            if runtime.rank == 0:
+                print(repeat_text(), flush=True)
+            return outcome.code
+        mesh = outcome.mesh
+        # The old run was moved aside when the first stage began.
+        config.run.fresh = False
+        gc.collect()  # megatron-core's modules are cycles, and hold the memory of the old stage
+        if runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run or stage ended: what `exit.json` says, and the groups that the process has made."""
+
+    code: int
+    reason: str
+    mesh: ProcessGroupCollection | None = None
+
+
+def go_on(
+    config: RunConfig,
+    runtime: Runtime,
+    found: Found,
+    requests: Requests,
+    *,
+    following: str,
+    mesh: ProcessGroupCollection | None,
+) -> Outcome:
+    """Train from what was found in the run folder.
+
+    Args:
+        config: of the run or stage.
+        runtime: the started process.
+        found: in the run folder.
+        requests: to stop or save.
+        following: name of the next stage; "" when this is the last.
+        mesh: groups of this layout, if the process has made them.
+    """
     writer = runtime.rank == 0
     if found.ended is not None:
         if writer:
             print(f"not restarted, since this launch ended by itself: {found.ended.get('reason')}")
-        return int(found.ended["code"])
+        return Outcome(int(found.ended["code"]), str(found.ended.get("reason")))
     if found.finished:
         if writer:
             # Anew: a kill between the last save and the end left none.
             write_exit(found.folder, code=0, reason=ALL_DONE, step=found.step)
             print(finished_text(config, found))
-        return 0
+        return Outcome(0, ALL_DONE)
     if writer:
         requests.watch(found.folder)
     config.checkpoint.load = found.load
     try:
-        state = build_state(config, runtime, run_id=found.run_id)
+        state = build_state(config, runtime, run_id=found.run_id, stage=found.stage, mesh=mesh)
         restored, rewinds = restore(state, found), 0
         while True:
             try:
-                return run(state, found, requests, restored=restored)
+                code, reason = run(state, found, requests, restored=restored, following=following)
+                return Outcome(code, reason, state.mesh)
             except Rewind as rewind:
                 restored = go_back(state, found.folder / CHECKPOINTS, rewind, done=rewinds)
                 rewinds += 1
@@ -82,8 +147,10 @@ def go_on(config: RunConfig, runtime: Runtime, found: Found, requests: Requests)
         raise
 
 
-def run(state: TrainState, found: Found, requests: Requests, *, restored: str) -> int:
-    """One stretch of training, from the step that `state` is at to an ending. The exit code.
+def run(
+    state: TrainState, found: Found, requests: Requests, *, restored: str, following: str = ""
+) -> tuple[int, str]:
+    """One stretch of training, from the step that `state` is at to an ending: code and reason.
 
     Raises:
         Rewind: go back, then call it again.
@@ -107,6 +174,7 @@ def run(state: TrainState, found: Found, requests: Requests, *, restored: str) -
             writer=writer,
             total_steps=config.train.steps,
             expert_parallel=config.parallel.expert,
+            stage=state.stage.name,
         ) as metrics,
     ):
         if writer:
@@ -134,13 +202,18 @@ def run(state: TrainState, found: Found, requests: Requests, *, restored: str) -
             checkpointer.close()
             raise
         if ending.stopped:
-            metrics.header(stopped_lines(state, ending.stopped))
-            metrics.finish(STOPPED, ending.stopped)
+            code, reason = STOPPED, ending.stopped
+            metrics.header(stopped_lines(state, reason))
+        elif following:
+            # Also where this process goes on: killed before that, it is to be started again.
+            code, reason = STOPPED, NEXT_STAGE
+            metrics.header(stage_lines(state, ending.evaluation, following=following))
         else:
+            code, reason = 0, ALL_DONE
             metrics.header(ending_lines(state, found, ending.evaluation))
-            metrics.finish(0, ALL_DONE)
+        metrics.finish(code, reason)
     dist.barrier()
-    return STOPPED if ending.stopped else 0
+    return code, reason
 
 
 def hang_seconds(config: RunConfig) -> float:
@@ -187,7 +260,7 @@ def check_schedule(state: TrainState) -> None:
         ConfigError: they no longer do.
     """
     wrong = schedule_problems(
-        state.config.optim, total=state.total_tokens, name="the tokens at the end of the run"
+        state.config.optim, total=state.schedule_tokens, name="the tokens at the end of the run"
     )
     problems = [problem.text for problem in wrong]
     if problems:
@@ -197,11 +270,15 @@ def check_schedule(state: TrainState) -> None:
 def schedule_note(state: TrainState, saved: dict[str, Any]) -> str:
     """The schedule spans the run, so other `train.steps` move the rate of the steps to come: say
     from what to what. Empty when it stays."""
-    optim, total = state.config.optim, state.total_tokens
-    was = int(saved.get("total_tokens", total))
+    optim, first, total = state.config.optim, state.stage.first_tokens, state.schedule_tokens
+    was = int(saved.get("total_tokens", total + first)) - first
+    if stage_of(saved) != state.stage:
+        return f"; {state.stage.name} begins, with its own schedule"
     if was == total or optim.schedule_tokens is not None or optim.schedule is Schedule.constant:
         return ""
-    before, after = (learning_rate(optim, state.tokens, total_tokens=n) for n in (was, total))
+    before, after = (
+        learning_rate(optim, state.tokens - first, total_tokens=n) for n in (was, total)
+    )
     return (
         f"; the schedule now ends at {total} tokens instead of {was}, which takes the rate from "
         f"{before:.2e} to {after:.2e} (optim.schedule_tokens={was} keeps it)"

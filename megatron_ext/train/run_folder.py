@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_ext.checkpoint.paths import read_extra
 from megatron_ext.checkpoint.verify import Sound, newest_sound
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.errors import FINAL, ConfigError, MegatronExtError
+from megatron_ext.errors import FINAL, NEXT_STAGE, ConfigError, MegatronExtError
 from megatron_ext.observe.lock import hold
 from megatron_ext.observe.run_files import (
     choose_run_id,
@@ -23,6 +23,7 @@ from megatron_ext.observe.run_files import (
     replace_file,
 )
 from megatron_ext.parallel.environment import Environment
+from megatron_ext.train.curriculum import WHOLE_RUN, Stage, choose_stage, end_of
 
 MARK = ".launch.json"
 
@@ -37,6 +38,7 @@ class Found:
         run_id: identity of the run, for wandb.
         step: of that checkpoint; 0 without one.
         finished: whether the run has all its steps already.
+        stage: of the curriculum, to go on with.
         moved: where an older run went with `run.fresh=true`.
         load: `checkpoint.load`, at its new place if it was in that older run.
         ended: how this very launch has ended already, when torchrun restarts it nevertheless.
@@ -52,6 +54,7 @@ class Found:
     load: str | None = None
     ended: dict[str, Any] | None = None
     damaged: tuple[str, ...] = ()
+    stage: Stage = WHOLE_RUN
 
 
 def open_run_folder(config: RunConfig, environment: Environment) -> Found:
@@ -113,7 +116,7 @@ def enter(config: RunConfig, environment: Environment) -> Entered:
     folder.mkdir(parents=True, exist_ok=True)
     hold(folder)
     ended = read_exit(folder) if again and environment.restarts > 0 else None
-    if ended is not None and ended.get("code") not in FINAL:
+    if ended is not None and (ended.get("code") not in FINAL or ended.get("reason") == NEXT_STAGE):
         ended = None
     if ended is None:
         # From here on its end is unknown: launchers must not act on how an earlier launch ended.
@@ -128,17 +131,19 @@ def describe(config: RunConfig, entered: Entered, sound: Sound) -> Found:
     """What there is to go on from, and under which run id."""
     folder = entered.folder
     extra = read_extra(sound.path) if sound.path else {}
+    stage = WHOLE_RUN if entered.ended else choose_stage(config, extra)
     step = int(extra.get("step", 0))
     return Found(
         folder=folder,
         checkpoint=sound.path,
         run_id=choose_run_id(folder, name=config.run.name, from_checkpoint=extra.get("run_id")),
         step=step,
-        finished=step >= config.train.steps,
+        finished=step >= end_of(config, stage),
         moved=entered.moved,
         load=_moved_along(config.checkpoint.load, folder, entered.away),
         ended=entered.ended,
         damaged=sound.damaged,
+        stage=stage,
     )
 
 

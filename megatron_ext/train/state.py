@@ -25,6 +25,7 @@ from megatron_ext.parallel.mesh import build_mesh
 from megatron_ext.parallel.runtime import Runtime
 from megatron_ext.resilience.health import Health
 from megatron_ext.train import balance
+from megatron_ext.train.curriculum import WHOLE_RUN, Stage
 
 
 @dataclass
@@ -40,6 +41,7 @@ class TrainState:
         health: judges each step by the recent ones.
         windows: stretches [first, last) of the data that are left out, after rewinds.
         left_out: tokens of those that lie behind; the next batch starts at `tokens + left_out`.
+        stage: of the curriculum; `config` is its own.
     """
 
     config: RunConfig
@@ -60,6 +62,7 @@ class TrainState:
     loads: list[LayerLoad] = field(default_factory=list)
     windows: list[tuple[int, int]] = field(default_factory=list)
     left_out: int = 0
+    stage: Stage = WHOLE_RUN
 
     @property
     def sources(self) -> list[str]:
@@ -68,9 +71,14 @@ class TrainState:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens at the end of the run, with the batch size that is configured now."""
+        """Tokens at the end of the run or stage, with the batch size that is configured now."""
         train = self.config.train
         return self.tokens + (train.steps - self.step) * train.batch_tokens
+
+    @property
+    def schedule_tokens(self) -> int:
+        """Length of the learning rate's schedule, which begins with the stage."""
+        return self.total_tokens - self.stage.first_tokens
 
     @property
     def position(self) -> int:
@@ -100,6 +108,7 @@ class TrainState:
             "health": self.health.state(),
             "windows": [list(window) for window in self.windows],
             "left_out": self.left_out,
+            "stage": self.stage.extra(),
         }
 
     def restore(self, extra: dict[str, Any]) -> None:
@@ -111,14 +120,28 @@ class TrainState:
         self.left_out = int(extra.get("left_out", 0))
 
 
-def build_state(config: RunConfig, runtime: Runtime, *, run_id: str = "") -> TrainState:
+def build_state(
+    config: RunConfig,
+    runtime: Runtime,
+    *,
+    run_id: str = "",
+    stage: Stage = WHOLE_RUN,
+    mesh: ProcessGroupCollection | None = None,
+) -> TrainState:
     """Create groups, open the data, build and initialise the model, and wrap it.
+
+    Args:
+        config: of the run or stage.
+        runtime: the started process.
+        run_id: identity of the run.
+        stage: of the curriculum.
+        mesh: the groups, where this process has them already.
 
     Raises:
         ConfigError: the layout does not fit the ranks, or the vocabulary not the tokenizer.
         DataError: a source cannot be read.
     """
-    mesh = build_mesh(
+    mesh = mesh or build_mesh(
         config.parallel, seed=config.run.seed, timeout_seconds=config.run.timeout_seconds
     )
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -151,6 +174,7 @@ def build_state(config: RunConfig, runtime: Runtime, *, run_id: str = "") -> Tra
         held_out_data=held_out_data,
         run_id=run_id,
         health=Health(config.resilience),
+        stage=stage,
     )
 
 

@@ -77,8 +77,8 @@ def train_step(state: TrainState, judge: Judge = must_be_finite) -> dict[str, fl
     config, start = state.config, time.perf_counter()
     lr = learning_rate(
         config.optim,
-        state.tokens + config.train.batch_tokens,
-        total_tokens=state.total_tokens,
+        state.tokens + config.train.batch_tokens - state.stage.first_tokens,
+        total_tokens=state.schedule_tokens,
     )
     state.pass_windows()
     for chunk in state.chunks:

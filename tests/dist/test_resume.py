@@ -81,8 +81,13 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint, by logical name: weights and Adam's moments."""
+    assert (folder / "checkpoints" / "latest").read_text() == f"step_{STEPS:08d}\n"
+    return tensors_of(folder)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """As `tensors`, whatever the last step."""
     name = (folder / "checkpoints" / "latest").read_text().strip()
-    assert name == f"step_{STEPS:08d}"
     whole = folder.parent / "whole.pt"
     dcp_to_torch_save(folder / "checkpoints" / name, whole)
     content = torch.load(whole, weights_only=False)
