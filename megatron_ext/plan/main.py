@@ -18,12 +18,15 @@ UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K
 
 
 def plan(config: RunConfig) -> int:
-    """As `plan_one`, for each stage of a curriculum in turn."""
-    names = stage_names(config)
-    for name in names:
-        print(f"\n{name}\n" if name != names[0] else f"{name}\n")
-        plan_one(stage_config(config, name))
-    return 0 if names else plan_one(config)
+    """As `plan_one`, for each stage of a curriculum in turn, with a table of all of them."""
+    stages = {name: stage_config(config, name) for name in stage_names(config)}
+    for name, own in stages.items():
+        print(f"{name}\n")
+        plan_one(own)
+        print()
+    if stages:
+        print(stages_of_curriculum(stages), flush=True)
+    return 0 if stages else plan_one(config)
 
 
 def plan_one(config: RunConfig) -> int:
@@ -67,6 +70,25 @@ def plan_one(config: RunConfig) -> int:
     ]
     print("\n\n".join(sections), flush=True)
     return 0
+
+
+def stages_of_curriculum(stages: dict[str, RunConfig]) -> str:
+    """One row a stage: its length, its steps, and how the ranks are arranged."""
+    columns = ("length", 10), ("tokens a step", 15), ("sequences", 11), ("steps", 9), ("tokens", 10)
+    heads = "".join(f"{head:>{width}}" for head, width in columns)
+    lines = [f"{'stage':<14}{heads}  layout"]
+    for name, own in stages.items():
+        length, batch, steps = own.data.sequence_length, own.train.batch_tokens, own.train.steps
+        parallel = own.parallel
+        sizes = ("tensor", "context", "pipeline", "virtual_pipeline", "expert")
+        layout = [
+            f"{size} {getattr(parallel, size)}" for size in sizes if getattr(parallel, size) > 1
+        ]
+        lines.append(
+            f"{name:<14}{length:>10,}{batch:>15,}{batch // length:>11,}{steps:>9,}"
+            f"{human(steps * batch):>10}  {', '.join(layout) or 'one rank a copy'}"
+        )
+    return "\n".join(lines)
 
 
 def parameters_table(counts: Counts) -> str:

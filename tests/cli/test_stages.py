@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megatron_ext.config.compose import compose, to_yaml
 from megatron_ext.config.schema import Packing, Recompute
 from megatron_ext.config.stages import stage_config, stage_names
 from megatron_ext.errors import ConfigError
+from megatron_ext.plan.main import plan
 from megatron_ext.train.curriculum import Stage, choose_stage
 
 NANO = "experiment=nano_curriculum"
@@ -111,3 +113,32 @@ def test_the_checkpoint_says_which_stage_comes(tmp_path: Path) -> None:
     assert choose_stage(config, {"step": 5, "tokens": 50}) == Stage("stage_64", 5, 50)
     with pytest.raises(ConfigError, match="has no stage_9, which the checkpoint"):
         after("stage_9", 0, 1)
+
+
+def test_k3_walks_from_8k_to_1m_with_as_many_tokens_a_step() -> None:
+    config = compose(["experiment=k3_curriculum", "run.mode=plan"], world_size=1)
+    own = [stage_config(config, name) for name in stage_names(config)]
+    assert [c.data.sequence_length for c in own] == [2**13, 2**16, 2**18, 2**20]
+    assert {c.train.batch_tokens for c in own} == {2**26}
+    budget = sum(c.train.steps * c.train.batch_tokens for c in own)
+    assert budget == pytest.approx(15.5e12, rel=1e-4)
+    # A rate goes on where the stage before has left it.
+    for before, after in pairwise(own):
+        assert before.optim.lr * before.optim.min_lr_ratio == pytest.approx(
+            after.optim.lr, rel=0.02
+        )
+
+
+def test_a_plan_shows_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [NANO, "run.mode=plan", "plan.world_size=2"]
+    assert plan(compose([*words, "curriculum.stages.stage_4k.parallel.context=2"])) == 0
+    text = capsys.readouterr().out
+    assert text.count("Plan of nano on 2 ranks") == 4
+    table = [line.split() for line in text.splitlines()[-4:]]
+    assert [(row[0], row[1], row[3]) for row in table] == [
+        ("stage_64", "64", "128"),
+        ("stage_256", "256", "32"),
+        ("stage_1k", "1,024", "8"),
+        ("stage_4k", "4,096", "2"),
+    ]
+    assert table[3][-2:] == ["context", "2"]
