@@ -5,7 +5,7 @@ ARGS ?=
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help environment train test test-slurm check bench clean
+.PHONY: help environment train test test-slurm check bench campaign clean
 
 help:
 	@echo "make train   train a small model on this machine   (ARGS='train.steps=20 run.fresh=true')"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-slurm   those of them that start a real SLURM (as root, with slurm-wlm and munge)"
 	@echo "make check   lint, formatting, types, import rules"
 	@echo "make bench   run the benchmarks of bench/"
+	@echo "make campaign  kill runs and damage checkpoints at random   (ARGS='--minutes 30')"
 	@echo "make clean   remove caches and build products; keeps $(VENV) and runs/"
 	@echo "PYTHON=/path/to/python3.12 chooses the Python that $(VENV) is built with."
 
@@ -36,6 +37,9 @@ check: environment
 
 bench: environment
 	@set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+campaign: environment
+	@$(BIN)/python -W ignore -m tests.campaign $(ARGS)
 
 clean:
 	@rm -rf build dist .ruff_cache .mypy_cache .pytest_cache .hypothesis .import_linter_cache .venv-ci
