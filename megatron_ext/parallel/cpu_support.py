@@ -213,6 +213,35 @@ def all_to_all_splits(mode: DeviceMode) -> None:
     _replace(mode, token_dispatcher, "maybe_move_tensor_to_cpu", move)
 
 
+def uneven_pieces(mode: DeviceMode) -> None:
+    """Ranks with different numbers of rows gather them and scatter their sums: gloo's collectives
+    take equal numbers only. Expert and expert tensor parallelism together fail without it."""
+    from megatron.core.tensor_parallel import mappings
+
+    even_gather = mappings._gather_along_first_dim
+    even_scatter = mappings._reduce_scatter_along_first_dim
+
+    def gather(x: Any, group: Any, sizes: Any = None, *rest: Any, **more: Any) -> Any:
+        if sizes is None or len(set(sizes)) == 1:
+            return even_gather(x, group, sizes, *rest, **more)
+        padded = x.new_zeros(max(sizes), *x.shape[1:])
+        padded[: len(x)] = x
+        whole = x.new_empty(len(sizes) * len(padded), *x.shape[1:])
+        torch.distributed.all_gather_into_tensor(whole, padded, group=group)
+        parts = zip(whole.split(len(padded)), sizes, strict=True)
+        return torch.cat([part[:size] for part, size in parts])
+
+    def scatter(x: Any, group: Any, sizes: Any = None, *rest: Any, **more: Any) -> Any:
+        if sizes is None or len(set(sizes)) == 1:
+            return even_scatter(x, group, sizes, *rest, **more)
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].contiguous()
+
+    _replace(mode, mappings, "_gather_along_first_dim", gather)
+    _replace(mode, mappings, "_reduce_scatter_along_first_dim", scatter)
+
+
 def eager(mode: DeviceMode) -> None:
     """Functions that megatron-core compiles run as written: compiling them for a CPU takes half a
     minute in every process. Without it: slow only."""
@@ -231,6 +260,7 @@ REPLACEMENTS: tuple[Callable[[DeviceMode], None], ...] = (
     synchronize,
     streams,
     all_to_all_splits,
+    uneven_pieces,
     eager,
 )
 

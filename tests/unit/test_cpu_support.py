@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as tracker_module
 from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_ext.parallel import cpu_support
+from tests.support.threads import run_ranks
 
 CPU = torch.device("cpu")
 NAMES = [replacement.__name__ for replacement in cpu_support.REPLACEMENTS]
@@ -105,6 +108,22 @@ def all_to_all_splits() -> bool:
     return moved.tolist() == [1, 2] and not torch.is_tensor(moved) and move(splits) is splits
 
 
+def uneven_pieces() -> bool:
+    """Rank r has r + 1 rows of its number; the gradient of a row is the sum over ranks."""
+
+    def rank(group: dist.ProcessGroup) -> list[float]:
+        rows = torch.full((group.rank() + 1, 1), float(group.rank()), requires_grad=True)
+        # The function around it loses a group that torch does not know.
+        gathered = mappings._GatherFromSequenceParallelRegion.apply(
+            rows, group, True, [1, 2], False
+        )
+        gathered.backward(torch.tensor([[1.0], [2.0], [3.0]]))
+        assert rows.grad is not None
+        return [*gathered.flatten().tolist(), *rows.grad.flatten().tolist()]
+
+    return run_ranks(2, rank) == [[0.0, 1.0, 1.0, 2.0], [0.0, 1.0, 1.0, 4.0, 6.0]]
+
+
 def eager() -> bool:
     def compiler(graph: object, inputs: object) -> Callable[..., object]:
         raise AssertionError("compiled")
@@ -123,6 +142,7 @@ PROBES = [
     synchronize,
     streams,
     all_to_all_splits,
+    uneven_pieces,
     eager,
 ]
 
@@ -164,6 +184,7 @@ def replaced_names() -> dict[str, object]:
         torch.Tensor: "record_stream type cuda pin_memory",
         tracker_module: "_get_cuda_rng_state _set_cuda_rng_state",
         token_dispatcher: "maybe_move_tensor_to_cpu",
+        mappings: "_gather_along_first_dim _reduce_scatter_along_first_dim",
     }
     return {
         f"{owner.__name__}.{name}": getattr(owner, name)
