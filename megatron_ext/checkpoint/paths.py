@@ -80,7 +80,8 @@ def latest(folder: Path) -> Path | None:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """What to resume from, best first: the one that `latest` names, then the complete ones before.
+    """What to resume from, best first: the one that `latest` names (without that file, the newest),
+    then the complete ones before.
 
     The first need not be complete: with its folder there and files of it lost, it is a damaged
     one, which whoever checks it has to report.
@@ -89,9 +90,12 @@ def candidates(folder: Path) -> list[Path]:
         CheckpointError: `latest` names no checkpoint in `folder`.
     """
     pointer = folder / LATEST
-    name = pointer.read_text().strip() if pointer.is_file() else ""
-    damaged = re.fullmatch(r"step_\d{8,}", name) and (folder / name).is_dir()
-    first = folder / name if damaged else latest(folder)
+    there = sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", p.name))
+    if pointer.is_file():
+        named = [path for path in there if path.name == pointer.read_text().strip()]
+        first = named[0] if named else latest(folder)
+    else:
+        first = there[-1] if there else None
     if first is None:
         return []
     before = [path for path in step_folders(folder).values() if _step(path) < _step(first)]

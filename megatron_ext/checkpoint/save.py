@@ -179,10 +179,13 @@ class Checkpointer:
             self._fail(error)
 
     def _publish(self, step: int) -> None:
-        self._pending = None
-        parts: list[dict[str, Entry]] = [{} for _ in range(dist.get_world_size())]
+        parts: list[dict[str, Entry] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, report(self._report))
-        written = {name: entry for part in parts for name, entry in part.items()}
+        silent = [rank for rank, part in enumerate(parts) if part is None]
+        if silent:  # on all ranks alike
+            raise OSError(f"the writer of rank {silent[0]} died")
+        self._pending = None
+        written = {name: entry for part in parts if part for name, entry in part.items()}
         self._on_rank_0(
             lambda: paths.publish(self._temporary, step, written),
             f"step {step}: cannot be completed",

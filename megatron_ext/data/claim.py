@@ -63,9 +63,15 @@ def alone(output: Path) -> Iterator[None]:
             ) from error
         except OSError:  # a file system without locks
             pass
-        for path in output.glob(".shard-*.partial"):
-            path.unlink(missing_ok=True)
+        _sweep(output)
         yield
+        # Again: a worker whose command was killed lives on for a moment, and may begin a shard.
+        _sweep(output)
+
+
+def _sweep(output: Path) -> None:
+    for path in output.glob(".shard-*.partial"):
+        path.unlink(missing_ok=True)
 
 
 def clear(output: Path) -> None:

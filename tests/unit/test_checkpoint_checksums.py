@@ -102,6 +102,15 @@ def test_newer_ones_than_latest_are_not_gone_on_from(tmp_path: Path) -> None:
     assert sound.path == tmp_path / "step_00000002"
 
 
+def test_without_latest_the_newest_is_still_checked(tmp_path: Path) -> None:
+    older, newest = complete(tmp_path, 2), complete(tmp_path, 4)
+    (tmp_path / "latest").unlink()
+    KINDS["lose"](newest / paths.COMPLETE, random.Random(0))
+    sound = verify.newest_sound(tmp_path)
+    assert sound.path == older
+    assert sound.damaged
+
+
 def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
     assert verify.newest_sound(tmp_path / "absent") == verify.Sound(None)
 

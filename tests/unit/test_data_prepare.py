@@ -145,6 +145,8 @@ def test_an_interrupted_preparation_goes_on(
 
     def counted(unit: module._Unit) -> dict[str, object]:
         again.append(unit.number)
+        late = tmp_path / "out" / ".shard-00002.bin.8.partial"
+        late.write_bytes(b"begun by a worker that outlived its killed command")
         return make(unit)
 
     monkeypatch.setattr(module, "_make", counted)
