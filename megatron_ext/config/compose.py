@@ -98,10 +98,21 @@ def resolve_paths(config: RunConfig, cwd: Path) -> None:
     folder = os.path.expanduser(config.run.dir or f"runs/{config.run.name}")
     config.run.dir = os.path.abspath(cwd / folder)
     for source in config.data.sources:
-        here, shipped = cwd / os.path.expanduser(source.path), REPOSITORY / source.path
-        source.path = os.path.abspath(shipped if shipped.exists() and not here.exists() else here)
+        source.path = _source_path(source.path, cwd)
+    for stage in config.curriculum.stages.values():
+        # Not checked yet: anything may stand there.
+        data = stage.get("data") if isinstance(stage, dict) else None
+        sources = data.get("sources") if isinstance(data, dict) else None
+        for given in sources if isinstance(sources, list) else ():
+            if isinstance(given, dict) and isinstance(given.get("path"), str):
+                given["path"] = _source_path(given["path"], cwd)
     if config.checkpoint.load is not None:
         config.checkpoint.load = os.path.abspath(cwd / os.path.expanduser(config.checkpoint.load))
+
+
+def _source_path(path: str, cwd: Path) -> str:
+    here, shipped = cwd / os.path.expanduser(path), REPOSITORY / path
+    return os.path.abspath(shipped if shipped.exists() and not here.exists() else here)
 
 
 def from_keys(values: Mapping[str, Any]) -> RunConfig:

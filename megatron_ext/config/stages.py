@@ -20,8 +20,8 @@ from megatron_ext.config.validate import find_problems
 
 # What may differ between stages; the model and the run stay the same.
 SECTIONS = ("parallel", "data", "train", "optim", "evaluate", "checkpoint", "logging", "resilience")
-# A position in the data would mean other documents, or the run would begin anew.
-SHARED = ("data.sources", "data.demo", "data.tokenizer", "data.held_out", "checkpoint.load")
+# Else a position in the data would mean other tokens, or the run would begin anew.
+SHARED = ("data.demo", "data.tokenizer", "data.held_out", "checkpoint.load")
 TOKENS = "tokens"
 _PREFIX = "curriculum.stages."
 

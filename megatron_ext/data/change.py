@@ -12,10 +12,64 @@ from typing import Any
 from megatron_ext.data.stream import TokenStream
 from megatron_ext.errors import DataError
 
+_BLEND = ("weight of source ", "order of data.sources")
 
-def remember(stream: TokenStream) -> dict[str, Any]:
-    """What a checkpoint keeps of the training stream, as plain JSON."""
-    return {"fingerprint": stream.fingerprint, "facts": dict(stream.facts)}
+
+def remember(stream: TokenStream, position: int = 0) -> dict[str, Any]:
+    """What a checkpoint keeps of the training stream, as plain JSON.
+
+    Args:
+        stream: that was read.
+        position: tokens of it that lie behind.
+    """
+    return {
+        "fingerprint": stream.fingerprint,
+        "facts": dict(stream.facts),
+        "begin": stream.begin,
+        "begun": stream.begun,
+        "position": position,
+        "places": stream.places(position),
+    }
+
+
+def go_on_with(saved: Mapping[str, Any], stream: TokenStream, *, other_blend: bool) -> None:
+    """Let a fresh stream go on where a checkpoint's has stopped.
+
+    Args:
+        saved: what `remember` returned when the checkpoint was written.
+        stream: of now.
+        other_blend: it is another blend, which takes over at the checkpoint's position; else it
+            has begun where the checkpoint's had.
+    """
+    if other_blend:
+        stream.take_over(saved["position"], saved["places"])
+    elif saved.get("begin"):
+        stream.take_over(saved["begin"], saved["begun"])
+
+
+def check_next_blend(saved: Mapping[str, Any], stream: TokenStream) -> bool:
+    """Whether the next stage blends otherwise: sources and weights may change, their content not.
+
+    Raises:
+        DataError: something else changed.
+    """
+    before, now = saved["facts"], stream.facts
+    kept = {
+        name
+        for name in {*before, *now}
+        if not name.startswith(_BLEND)
+        and not (name.startswith("content of source ") and not (name in before and name in now))
+    }
+    pick = [{name: facts[name] for name in facts if name in kept} for facts in (before, now)]
+    found = changes(*pick)
+    if found:
+        raise DataError(
+            "the data of the next stage:\n"
+            + "\n".join(f"  {line}" for line in found)
+            + "\nA stage may weigh, add and leave out sources; what is in one, the share held out "
+            "and the seed stay"
+        )
+    return bool(changes(before, now))
 
 
 def check_unchanged(saved: Mapping[str, Any], stream: TokenStream, *, allow: bool) -> list[str]:

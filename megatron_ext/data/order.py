@@ -100,6 +100,11 @@ class DocumentOrder:
         place = int(np.searchsorted(starts[:-1], rest, side="left"))
         return number * self.lengths.size + place, number * self.tokens + int(starts[place])
 
+    def start(self, ordinal: int) -> int:
+        """Tokens of this stream before a document."""
+        number, place = divmod(ordinal, self.lengths.size)
+        return number * self.tokens + int(self.epoch(number).starts[place])
+
     def document(self, ordinal: int) -> int:
         """Row of the document with this ordinal of the endless stream."""
         number, place = divmod(ordinal, self.lengths.size)

@@ -6,6 +6,8 @@ stream takes the documents by (start, source): shares of tokens follow the weigh
 document a source at any moment, and nothing needs to be remembered. ``read`` finds its place by
 bisection over virtual time, in exact integers, so however a stretch is split into reads, the
 tokens are the same.
+
+Another blend may take over at any position: each source goes on where the blend before left it.
 """
 
 from __future__ import annotations
@@ -13,24 +15,21 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.config.schema import DataOptions
 from megatron_ext.data.demo import ensure_demo
-from megatron_ext.data.indexed import ShardReader
 from megatron_ext.data.manifest import Manifest, open_shards
-from megatron_ext.data.order import DocumentOrder, held_out
+from megatron_ext.data.source import Source, Split
 from megatron_ext.data.tokenizers import Tokenizer
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError
 
-Split = Literal["train", "held_out"]
 TICKS = 1 << 20  # ticks a token of the heaviest source: weights are met to one part in a million
 
 
@@ -67,43 +66,17 @@ class Pieces:
         return self.end - self.begin
 
 
-class Source:
-    """One split of one prepared corpus: its shards, which documents belong, and their order.
+class _Document(NamedTuple):
+    """A document in the mixed stream: `length` tokens from position `start` on, its first `skip`
+    ones left out; `ordinal` counts those of its source, `number` all."""
 
-    Args:
-        name: in metrics. shards: opened. share: held out, in [0, 1). split: which side.
-        seed: of the order.
-    """
-
-    def __init__(
-        self, name: str, *, shards: Sequence[ShardReader], share: float, split: Split, seed: int
-    ) -> None:
-        self.name = name
-        self._shards = list(shards)
-        counts = [len(shard) for shard in shards]
-        self._firsts = [sum(counts[:i]) for i in range(len(counts))]
-        lengths = np.concatenate([shard.lengths for shard in shards])
-        kept = held_out(lengths.size, share=share)
-        if split == "train":
-            kept = ~kept
-        kept &= lengths > 0
-        self._rows = np.flatnonzero(kept)
-        if not self._rows.size:
-            raise DataError(
-                f"source {name}: none of its {lengths.size} documents is in the {split} split at "
-                f"data.held_out={share}. Give more documents, or another data.held_out in (0, 1)"
-            )
-        self.order = DocumentOrder(lengths[self._rows], name=name, seed=seed)
-
-    def __len__(self) -> int:
-        """Documents of an epoch."""
-        return int(self._rows.size)
-
-    def read(self, row: int, *, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Tokens [begin, end) of the row-th document of this split, int64."""
-        document = int(self._rows[row])
-        shard = bisect_right(self._firsts, document) - 1
-        return self._shards[shard].read(document - self._firsts[shard], begin=begin, end=end)
+    source: int
+    ordinal: int
+    row: int
+    skip: int
+    start: int
+    length: int
+    number: int
 
 
 class TokenStream:
@@ -127,6 +100,10 @@ class TokenStream:
         self.isolate_documents = isolate_documents
         self.facts: dict[str, str] = dict(facts or {})
         self._sources = list(sources)
+        self._others: dict[str, list[int]] = {}
+        #: First token that is read from this blend, and where the sources were by then.
+        self.begin = 0
+        self.begun: dict[str, list[int]] = {}
         heaviest = max(weights)
         self._ticks = [round(TICKS * heaviest / weight) for weight in weights]
 
@@ -145,6 +122,38 @@ class TokenStream:
     def documents_per_epoch(self) -> dict[str, int]:
         """Documents of one epoch of each source."""
         return {source.name: len(source) for source in self._sources}
+
+    def take_over(self, position: int, places: Mapping[str, Sequence[int]]) -> None:
+        """Begin where another blend has ended.
+
+        Args:
+            position: of the first token that is read from this blend.
+            places: of every source that was ever read, as `places` gave them there; sources that
+                are not among them begin with their first document.
+        """
+        self.begin = position
+        self.begun = {name: list(place) for name, place in places.items()}
+        self._others = dict(self.begun)
+        for source in self._sources:
+            ordinal, offset = self._others.pop(source.name, (0, 0))
+            source.begin_at(ordinal, offset=offset)
+
+    def places(self, position: int) -> dict[str, list[int]]:
+        """Where each source is when the tokens before ``position`` are read: ordinal of a document
+        of its endless stream, and how many tokens of it are read. Sources of former blends too."""
+        _, ordinals, _ = self._find(position - self.begin)
+        found: dict[str, list[int]] = dict(self._others)
+        for source, ordinal in zip(self._sources, ordinals, strict=True):
+            found[source.name] = [ordinal, source.document(ordinal)[1]]
+        for document in self._documents(position):
+            if document.start >= position:
+                break
+            read = min(position - document.start, document.length)
+            done = read == document.length
+            found[self.sources[document.source]] = (
+                [document.ordinal + 1, 0] if done else [document.ordinal, document.skip + read]
+            )
+        return found
 
     def read(self, start: int, count: int) -> Slice:
         """Tokens [start, start + count) of the stream."""
@@ -176,24 +185,33 @@ class TokenStream:
 
     def _walk(self, start: int, count: int) -> Iterator[tuple[int, int, int, int, int]]:
         """Source, row in it, first and last token (exclusive) and ordinal of each document."""
-        if start < 0 or count < 0:
-            raise ValueError(f"start={start}, count={count}: both must be 0 or more")
+        if start < self.begin or count < 0:
+            raise ValueError(f"start={start}, count={count}: must be at least {self.begin} and 0")
         end = start + count
-        position, ordinals, starts = self._find(start)
+        for document in self._documents(start):
+            if document.start >= end:
+                break
+            first = max(document.start, start) - document.start + document.skip
+            last = min(document.length, end - document.start) + document.skip
+            if last > first:
+                yield document.source, document.row, first, last, document.number
+
+    def _documents(self, start: int) -> Iterator[_Document]:
+        """Documents in the order of the stream, from a little before a token on, without end."""
+        position, ordinals, starts = self._find(start - self.begin)
+        position += self.begin
         number = sum(ordinals)
         queue = [
             (begin * ticks, index)
             for index, (begin, ticks) in enumerate(zip(starts, self._ticks, strict=True))
         ]
         heapq.heapify(queue)
-        while position < end:
+        while True:
             tick, index = queue[0]
-            source = self._sources[index]
-            row = source.order.document(ordinals[index])
-            length = int(source.order.lengths[row])
-            if position + length > start:
-                first, last = max(position, start), min(position + length, end)
-                yield index, row, first - position, last - position, number
+            source, ordinal = self._sources[index], ordinals[index]
+            row, skip = source.document(ordinal)
+            length = int(source.order.lengths[row]) - skip
+            yield _Document(index, ordinal, row, skip, position, length, number)
             ordinals[index] += 1
             number += 1
             position += length
@@ -202,7 +220,7 @@ class TokenStream:
     def _started_before(self, tick: int) -> tuple[int, list[int], list[int]]:
         """Documents that start before a tick: tokens of all; documents, tokens of each source."""
         found = [
-            source.order.first_from(-(-tick // ticks))
+            source.first_from(-(-tick // ticks))
             for source, ticks in zip(self._sources, self._ticks, strict=True)
         ]
         return sum(start for _, start in found), [k for k, _ in found], [s for _, s in found]

@@ -19,7 +19,7 @@ from megatron_ext.config.layout import draw
 from megatron_ext.config.schedule_rules import schedule_problems
 from megatron_ext.config.schema import RunConfig, Schedule
 from megatron_ext.config.stages import stage_config
-from megatron_ext.data.change import check_unchanged
+from megatron_ext.data.change import check_next_blend, check_unchanged, go_on_with
 from megatron_ext.errors import NEXT_STAGE, STOPPED, ConfigError, MegatronExtError, TrainingHalted
 from megatron_ext.model.same import check_same
 from megatron_ext.observe.metrics import Metrics
@@ -236,7 +236,11 @@ def restore(state: TrainState, found: Found) -> str:
         # Before the tensors, which take long to read.
         saved, allow = read_extra(found.checkpoint), state.config.data.allow_change
         check_same(saved, state.config, tokenizer=state.tokenizer.fingerprint)
-        changed = check_unchanged(saved["data"], state.train_data, allow=allow)
+        begins, changed = stage_of(saved) != state.stage, []
+        other = begins and check_next_blend(saved["data"], state.train_data)
+        if not begins:
+            changed = check_unchanged(saved["data"], state.train_data, allow=allow)
+        go_on_with(saved["data"], state.train_data, other_blend=other)
         state.restore(
             load(found.checkpoint, state.chunks, state.optimizer, state.mesh, verified=True)
         )

@@ -103,7 +103,7 @@ class TrainState:
             "model": same.remember(self.config),
             "vocab_size": self.vocab_size,
             "tokenizer": self.tokenizer.fingerprint,
-            "data": remember(self.train_data),
+            "data": remember(self.train_data, self.position),
             "first_evaluation": self.first_evaluation,
             "health": self.health.state(),
             "windows": [list(window) for window in self.windows],

@@ -83,6 +83,10 @@ def test_what_is_wrong_in_every_stage_is_said_once_and_idle_words_are_refused() 
         (["stage=64k"], "there are no stages"),
         ([NANO, "run.mode=evaluate"], "run.mode=evaluate: needs stage=NAME"),
         ([NANO, "stage=64,256"], "gives several values"),
+        (
+            [NANO, "curriculum.stages.stage_64.data.sources=[{name:a,path:b},{name:a,path:c}]"],
+            "stage_64: data.sources: the name 'a' is given 2 times",
+        ),
         ([NANO, "curriculum.stages.stage_64=7"], "stage_64=7: must hold keys"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -203,3 +204,31 @@ def test_a_launcher_starts_the_next_stage(uninterrupted: Path, tmp_path: Path) -
     # An optimizer that is not sharded sums the norm in another order.
     losses = [row["loss"] for row in found]
     assert losses == pytest.approx([row["loss"] for row in expected], rel=1e-5)
+
+
+def test_a_stage_may_blend_otherwise_and_resumes(launcher: Launcher, tmp_path: Path) -> None:
+    def sources(**weights: float) -> str:
+        each = (f"{{name:{n},path:data/sample/{n},weight:{w}}}" for n, w in weights.items())
+        return f"[{','.join(each)}]"
+
+    words = [
+        "~curriculum.stages.stage_4k",
+        "~curriculum.stages.stage_1k",
+        f"curriculum.stages.stage_64.data.sources={sources(prose=1)}",
+        f"curriculum.stages.stage_256.data.sources={sources(code=3, prose=1)}",
+    ]
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    whole = launch(launcher, folder, *words)
+    assert whole.wait() == 0, whole.text
+    assert ["loss/code" in row for row in rows(folder)] == [False, False, True, True]
+    shutil.copytree(folder, copy)
+    (copy / "checkpoints" / "latest").write_text("step_00000003\n")
+    again = launch(launcher, copy, *words)
+    assert again.wait() == 0, again.text
+    assert_same_walk(copy, folder, last=4)
+    kept = [
+        json.loads((folder / "checkpoints" / f"step_{step:08d}" / "extra.json").read_text())["data"]
+        for step in (2, 3, 4)
+    ]
+    assert [data["begin"] for data in kept] == [0, 2 * BATCH, 2 * BATCH]
+    assert kept[1]["begun"] == kept[0]["places"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.schema import DataOptions, SourceOptions
-from megatron_ext.data.change import check_unchanged, remember
+from megatron_ext.data.change import check_next_blend, check_unchanged, go_on_with, remember
 from megatron_ext.data.prepare import PrepareOptions, prepare
 from megatron_ext.data.stream import TokenStream, open_corpus
 from megatron_ext.data.tokenizers import ByteTokenizer
@@ -66,3 +66,23 @@ def test_every_kind_of_change_is_named_with_the_way_on(folders: tuple[Path, Path
         assert "data.allow_change=true" in str(caught.value)
         assert caught.value.exit_code == 30
         assert any(line.startswith(words) for line in check_unchanged(saved, now, allow=True))
+
+
+def test_the_next_stage_may_blend_otherwise_but_not_read_other_documents(
+    folders: tuple[Path, Path],
+) -> None:
+    first, second = folders
+    saved = json.loads(json.dumps(remember(stream(first), 100)))
+    assert not check_next_blend(saved, stream(first))
+    assert check_next_blend(saved, stream(first, weight=2.0))
+    more = stream(first, second)
+    assert check_next_blend(saved, more)
+    go_on_with(saved, more, other_blend=True)
+    later = json.loads(json.dumps(remember(more, 300)))
+    assert (later["begin"], later["begun"]) == (100, saved["places"])
+    again = stream(first, second)
+    go_on_with(later, again, other_blend=False)
+    assert again.read(300, 50).tokens.tolist() == more.read(300, 50).tokens.tolist()
+    for wrong in (stream(second), stream(first, seed=2), stream(first, held_out=0.2)):
+        with pytest.raises(DataError, match="the data of the next stage"):
+            check_next_blend(saved, wrong)
