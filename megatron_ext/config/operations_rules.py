@@ -11,6 +11,7 @@ from megatron_ext.config.schema import Mode, RunConfig
 
 # What `sbatch --time` takes: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:..[:..]].
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
+SHORTEST_PROBE = 64  # tokens in which a key and its question fit, also as bytes
 _MEMORY = re.compile(r"\d+[KMGT]?")
 
 
@@ -104,4 +105,16 @@ def generate_problems(config: RunConfig) -> Iterator[Problem]:
                 f"parallel.{key}={size}: run.mode=generate needs 1; it reads a checkpoint of any "
                 f"layout (nearest 1)",
                 (f"parallel.{key}", "run.mode"),
+            )
+
+
+def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
+    """Lengths at which a key and its question have no room, or a rank of the context too little."""
+    shortest = SHORTEST_PROBE * config.parallel.context
+    for length in config.evaluate.lengths:
+        if length < shortest:
+            yield Problem(
+                f"evaluate.lengths: {length}: must be at least {SHORTEST_PROBE} x parallel.context "
+                f"= {shortest} (nearest {shortest})",
+                ("evaluate.lengths", "parallel.context"),
             )

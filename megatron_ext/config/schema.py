@@ -219,6 +219,9 @@ class EvaluateOptions:
     position_bucket: int = option(
         1024, "Loss by position: where the second bucket begins, doubling; 0: none", unit="tokens"
     )
+    lengths: list[int] = option(
+        [], "At the end: finding a key, and use of context, at these lengths", unit="tokens"
+    )
 
 
 @dataclass

@@ -13,6 +13,7 @@ from megatron_ext.config.layout import (
     model_parallel_size,
 )
 from megatron_ext.config.operations_rules import (
+    evaluation_problems,
     generate_problems,
     launch_problems,
     resilience_problems,
@@ -74,7 +75,7 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
     if not any("parallel.stage_layers" in problem.keys for problem in problems):
         problems += residual_problems(config)
     problems += [*_batch(config, world_size), *_optim(config)]
-    for more in (resilience_problems, launch_problems, generate_problems):
+    for more in (resilience_problems, launch_problems, generate_problems, evaluation_problems):
         problems += more(config)
     return problems
 

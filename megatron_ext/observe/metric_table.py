@@ -240,6 +240,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/loss", "nats", "Mean cross-entropy of the held-out tokens, after the update"),
     Metric("eval/loss/<source>", "nats", "As eval/loss, over one data source"),
     Metric("eval/loss/position/<start>", "nats", "As loss/position/<start>, over eval/tokens"),
+    Metric(
+        "eval/retrieval/<length>/<depth>",
+        "nats",
+        "Loss a token of a key of five digits that stands at a depth (percent) of a text of a "
+        "length, or is absent",
+    ),
+    Metric(
+        "eval/context/<length>/<seen>",
+        "nats",
+        "Loss of the last eighth of a text of which the whole, half or a quarter is seen",
+    ),
     Metric("eval/tokens", "tokens", "Held-out tokens that eval/loss is the mean of", integer=True),
     Metric("eval/seconds", "s", "Wall-clock time of the evaluation", reproducible=False),
     Metric(

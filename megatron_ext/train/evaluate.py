@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-import torch
-from megatron.core.distributed import DistributedDataParallel
 
 from megatron_ext.checkpoint.weights import load_weights
 from megatron_ext.config.schema import RunConfig
@@ -16,8 +11,9 @@ from megatron_ext.config.stages import stage_config
 from megatron_ext.data.batches import evaluation_batches
 from megatron_ext.observe.console import evaluation_rows
 from megatron_ext.parallel.runtime import start, stop
+from megatron_ext.train.lengths import by_length, length_rows
 from megatron_ext.train.state import TrainState, build_state
-from megatron_ext.train.step import Waited, run_schedule
+from megatron_ext.train.step import Waited, evaluating, run_schedule
 
 
 def held_out_loss(state: TrainState) -> dict[str, float]:
@@ -60,19 +56,6 @@ def held_out_loss(state: TrainState) -> dict[str, float]:
     }
 
 
-@contextmanager
-def evaluating(chunks: list[DistributedDataParallel]) -> Iterator[None]:
-    """Chunks in evaluation mode without gradients; back in training mode afterwards."""
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for chunk in chunks:
-            chunk.train()
-
-
 def restore_weights(state: TrainState) -> Path:
     """Load weights alone: from `checkpoint.load` if given, else the run's latest checkpoint.
 
@@ -94,10 +77,11 @@ def evaluate(config: RunConfig) -> int:
     try:
         state = build_state(config, runtime)
         path = restore_weights(state)
-        values = held_out_loss(state)
+        values, lengths = held_out_loss(state), by_length(state)
         if runtime.rank == 0:
             print(f"checkpoint {path}")
             print("\n".join(evaluation_rows(state.step, state.tokens, values)))
+            print("\n".join(length_rows(lengths)))
         return 0
     finally:
         stop()

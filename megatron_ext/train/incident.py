@@ -25,9 +25,14 @@ from megatron_ext.config.operations import HealthAction
 from megatron_ext.errors import TrainingHalted
 from megatron_ext.resilience.referee import Decision
 from megatron_ext.train import balance
-from megatron_ext.train.evaluate import evaluating
 from megatron_ext.train.state import TrainState
-from megatron_ext.train.step import Waited, micro_batch_count, next_batches, run_schedule
+from megatron_ext.train.step import (
+    Waited,
+    evaluating,
+    micro_batch_count,
+    next_batches,
+    run_schedule,
+)
 
 # Where activations are looked at: what a layer, its two halves, and the ends of the model give.
 _WATCHED = re.compile(

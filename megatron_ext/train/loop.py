@@ -18,6 +18,7 @@ from megatron_ext.resilience.watchdog import Watchdog
 from megatron_ext.train.evaluate import held_out_loss
 from megatron_ext.train.health import HealthWatch
 from megatron_ext.train.incident import Unsound, raise_for
+from megatron_ext.train.lengths import by_length
 from megatron_ext.train.state import TrainState, gather_parameters
 from megatron_ext.train.step import train_step
 from megatron_ext.train.throughput import peak_memory_gib, peak_rate
@@ -80,7 +81,8 @@ def run_loop(
         every = config.evaluate.interval_tokens
         if last or (every and state.tokens // every > tokens // every):
             watchdog.beat(state.step, "evaluation")
-            ending.evaluation = metrics.evaluation(state.step, state.tokens, held_out_loss(state))
+            found = held_out_loss(state) | (by_length(state) if last else {})
+            ending.evaluation = metrics.evaluation(state.step, state.tokens, found)
             values |= ending.evaluation
         if checkpointer.save_seconds is not None:
             values["checkpoint/save_seconds"] = checkpointer.save_seconds

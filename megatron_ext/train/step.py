@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_ext.config.layout import sequence_parallel
@@ -201,6 +203,19 @@ def run_schedule(
         row.split([len(state.sources), len(buckets)]) for row in sums.cpu()
     )
     return Losses(total, tokens, position_total, position_tokens, buckets)
+
+
+@contextmanager
+def evaluating(chunks: list[DistributedDataParallel]) -> Iterator[None]:
+    """Chunks in evaluation mode without gradients; back in training mode afterwards."""
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in chunks:
+            chunk.train()
 
 
 def sharing(state: TrainState) -> Share:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -133,9 +134,33 @@ def test_stages_one_by_one_are_the_walk(
     other = launcher.start([*TINY, f"run.dir={folder}"], output=tmp_path / "other.out")
     assert other.wait() == 20
     assert "is of stage_4k; give the experiment" in other.text
-    plain = launch(launcher, folder, "stage=4k", "run.mode=evaluate")
+    check_evaluation_by_length(launcher, folder)
+
+
+def check_evaluation_by_length(launcher: Launcher, folder: Path) -> None:
+    """The same numbers on one rank and on two that share each sequence."""
+    words = ["stage=4k", "run.mode=evaluate", "evaluate.lengths=[128,256]"]
+    plain = launch(launcher, folder, *words)
     assert plain.wait() == 0, plain.text
     assert f"loss {rows(folder)[-1]['eval/loss']:.4f}" in plain.text
+    ranks = launcher.start_ranks(
+        [*COMMAND, f"run.dir={folder}", *words, "curriculum.stages.stage_4k.parallel.context=2"],
+        ranks=2,
+        output=folder.with_suffix(".two"),
+    )
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].text
+    one, two = (
+        [line.split() for line in text.splitlines() if re.match("(retrieval|context) at", line)]
+        for text in (plain.text, ranks[0].text)
+    )
+    assert [" ".join(line[:4]) for line in one] == [
+        f"{kind} at {length} tokens:" for length in (128, 256) for kind in ("retrieval", "context")
+    ]
+    assert one[0][4::2] == ["0", "25", "50", "75", "100", "absent"]
+    assert one[1][4::2] == ["whole", "half", "quarter"]
+    for mine, theirs in zip(one, two, strict=True):
+        expected = [float(value) for value in mine[5::2]]
+        assert [float(value) for value in theirs[5::2]] == pytest.approx(expected, abs=2e-4)
 
 
 def walk(launcher: Launcher, folder: Path, *, kill_in: int = 0) -> list[str]:

@@ -1,0 +1,73 @@
+"""Evaluation by length: is a key found again at any depth, does more context lower the loss?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from megatron_ext.data.batches import MicroBatch
+from megatron_ext.data.probe import context_probe, key_probe
+from megatron_ext.train.state import TrainState
+from megatron_ext.train.step import Waited, evaluating, run_schedule
+
+DEPTHS = (0, 25, 50, 75, 100)  # percent of the text
+PROBES = 8  # of each kind, shared out over data parallel ranks
+
+
+def by_length(state: TrainState) -> dict[str, float]:
+    """Losses of probes at each of `evaluate.lengths`. Changes nothing in `state`.
+
+    Returns:
+        `eval/retrieval/<length>/<depth>`, the loss of a key that stands at a depth (`absent`:
+        nowhere), and `eval/context/<length>/<seen>`, that of the end of a text of which the
+        `whole` or the last `half` or `quarter` is seen; in nats a token, the same on every rank.
+    """
+    values: dict[str, float] = {}
+    stream, tokenizer = state.held_out_data, state.tokenizer
+    for length in state.config.evaluate.lengths:
+        for depth in (*DEPTHS, None):
+            name = f"eval/retrieval/{length}/{'absent' if depth is None else depth}"
+            share = None if depth is None else depth / 100
+
+            def key(number: int, *, length: int = length, at: float | None = share) -> MicroBatch:
+                return key_probe(stream, tokenizer, number=number, length=length, depth=at)
+
+            values[name] = _loss(state, key, length=length)
+        for what, seen in (("whole", length), ("half", length // 2), ("quarter", length // 4)):
+
+            def end(number: int, *, length: int = length, seen: int = seen) -> MicroBatch:
+                return context_probe(stream, number=number, length=length, seen=seen)
+
+            values[f"eval/context/{length}/{what}"] = _loss(state, end, length=seen)
+    return values
+
+
+def length_rows(values: dict[str, float]) -> list[str]:
+    """A line for each length and kind, for a person."""
+    rows: dict[str, list[str]] = {}
+    for name, value in values.items():
+        _, kind, length, what = name.split("/")
+        rows.setdefault(f"{kind} at {length} tokens", []).append(f"{what} {value:.4f}")
+    return [f"{head}:  {'  '.join(cells)}" for head, cells in rows.items()]
+
+
+def _loss(state: TrainState, make: Callable[[int], MicroBatch], *, length: int) -> float:
+    config, data_size = state.config, int(state.mesh.dp.size())
+    own = replace(
+        config,
+        data=replace(config.data, sequence_length=length),
+        train=replace(config.train, micro_batch_size=1),
+    )
+    # The interleaved schedule takes whole rounds of the pipeline only.
+    multiple = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
+    count = -(-PROBES // (data_size * multiple)) * multiple
+    first = int(state.mesh.dp.rank()) * count
+
+    def probes() -> Iterator[MicroBatch]:
+        for number in range(first, first + count):
+            batch = make(number)
+            yield batch if config.data.isolate_documents else replace(batch, cu_seqlens=None)
+
+    with evaluating(state.chunks):
+        feeds = [Waited(probes()) for _ in state.chunks]
+        return run_schedule(replace(state, config=own), feeds, count, forward_only=True).mean
