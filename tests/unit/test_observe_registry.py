@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_a_family_takes_any_source_and_each_name_has_one_entry() -> None:
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     for metric in METRICS:
-        example = metric.name.replace("<source>", "code").replace("<start>", "1024")
+        example = re.sub(r"<\w+>", "1024", metric.name.replace("<source>", "code"))
         assert [other.name for other in METRICS if other.matches(example)] == [metric.name]
         assert metric.unit
         assert metric.meaning
