@@ -81,10 +81,10 @@ def latest(folder: Path) -> Path | None:
 
 def candidates(folder: Path) -> list[Path]:
     """What to resume from, best first: the one that `latest` names (without that file, the newest),
-    then the complete ones before.
+    then those before.
 
-    The first need not be complete: with its folder there and files of it lost, it is a damaged
-    one, which whoever checks it has to report.
+    They need not be complete: one whose folder is there and files are lost is damaged, which
+    whoever checks it has to report.
 
     Raises:
         CheckpointError: `latest` names no checkpoint in `folder`.
@@ -98,7 +98,7 @@ def candidates(folder: Path) -> list[Path]:
         first = there[-1] if there else None
     if first is None:
         return []
-    before = [path for path in step_folders(folder).values() if _step(path) < _step(first)]
+    before = [path for path in there if _step(path) < _step(first)]
     return [first, *reversed(before)]
 
 

@@ -102,6 +102,16 @@ def test_newer_ones_than_latest_are_not_gone_on_from(tmp_path: Path) -> None:
     assert sound.path == tmp_path / "step_00000002"
 
 
+def test_one_in_the_middle_that_lost_a_file_is_named_too(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        complete(tmp_path, step)
+    KINDS["flip"](tmp_path / "step_00000006" / FILES[0], random.Random(0))
+    KINDS["lose"](tmp_path / "step_00000004" / "extra.json", random.Random(0))
+    sound = verify.newest_sound(tmp_path)
+    assert sound.path == tmp_path / "step_00000002"
+    assert "step_00000004/extra.json" in sound.damaged[1]
+
+
 def test_without_latest_the_newest_is_still_checked(tmp_path: Path) -> None:
     older, newest = complete(tmp_path, 2), complete(tmp_path, 4)
     (tmp_path / "latest").unlink()
