@@ -42,12 +42,16 @@ def help_text(config_dir: Path = CONFIGS) -> str:
     ]
     lines += ["", "Experiments (experiment=NAME, or +experiment=NAME):"]
     for name in options.get("experiment", []):
-        lines.append(f"  {name:<16}{_summary(config_dir / 'experiment' / f'{name}.yaml')}")
+        lines += _row(f"  {name:<16}", _summary(config_dir / "experiment" / f"{name}.yaml"))
     lines += ["", "Keys (docs/configuration.md says more; values are of the schema):"]
     for key in table().values():
-        start = f"  {key.name + '=' + _value(key.default):<44}"
-        lines += wrap(_meaning(key), 110, initial_indent=start, subsequent_indent=" " * len(start))
+        lines += _row(f"  {key.name + '=' + _value(key.default):<44}", _meaning(key))
     return "\n".join(lines)
+
+
+def _row(start: str, text: str) -> list[str]:
+    """Lines of two columns; a long text goes on below itself."""
+    return wrap(text, 110, initial_indent=start, subsequent_indent=" " * len(start))
 
 
 def page(config_dir: Path = CONFIGS) -> str:
