@@ -14,12 +14,12 @@ import argparse
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from common import Row, default_device, milliseconds, show
 from torch import Tensor
 
 from megatron_ext.config.schema import BalanceOptions, BalanceRule, BinPlacement
@@ -91,9 +91,9 @@ def run_step(balancer: Balancer, batches: list[Tensor]) -> float:
     return violation(balancer.update(0).counts)
 
 
-def rules(stream: Callable[[], Stream], *, top_k: int, steps: int) -> list[dict[str, object]]:
+def rules(stream: Callable[[], Stream], *, top_k: int, steps: int) -> list[Row]:
     """Max violation at each step, for every rule on the same stream."""
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for rule in BalanceRule:
         if rule is BalanceRule.aux_loss:
             continue
@@ -114,7 +114,7 @@ def rules(stream: Callable[[], Stream], *, top_k: int, steps: int) -> list[dict[
     return rows
 
 
-def histograms(stream: Callable[[], Stream], *, top_k: int, steps: int) -> list[dict[str, object]]:
+def histograms(stream: Callable[[], Stream], *, top_k: int, steps: int) -> list[Row]:
     """Error of histograms against sorting, over a run that each of them drives itself.
 
     `rank_error`: share of an expert's load that lies strictly between the two quantiles, root mean
@@ -122,7 +122,7 @@ def histograms(stream: Callable[[], Stream], *, top_k: int, steps: int) -> list[
     """
     variants = [Bins(n, BinPlacement.uniform) for n in (128, 256, 1000)]
     variants += [Bins(n, BinPlacement.centred) for n in (32, 64, 128, 256)]
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for bins in variants:
         source = stream()
         bias = torch.zeros(source.experts, device=source.device)
@@ -155,21 +155,7 @@ def histograms(stream: Callable[[], Stream], *, top_k: int, steps: int) -> list[
     return rows
 
 
-def milliseconds(function: Callable[[], object], *, device: torch.device) -> float:
-    """Median of a call."""
-    times = []
-    for _ in range(9):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times[2:])
-
-
-def timings(tokens: int, *, experts: int, top_k: int, device: torch.device) -> dict[str, object]:
+def timings(tokens: int, *, experts: int, top_k: int, device: torch.device) -> Row:
     """Milliseconds of one layer's parts."""
     scores = torch.sigmoid(torch.randn(tokens, experts, device=device))
     options = BalanceOptions(rule=BalanceRule.quantile)
@@ -191,21 +177,15 @@ def timings(tokens: int, *, experts: int, top_k: int, device: torch.device) -> d
     }
 
 
-def show(title: str, rows: list[dict[str, object]]) -> None:
-    """Print rows as a table; series at a few steps."""
-    print(f"\n{title}")
+def shown(rows: list[Row]) -> list[Row]:
+    """Rows for a table: of a series a few steps."""
     steps = (0, 1, 2, 4, 9, 19, 29, 49)
     flat = []
     for row in rows:
-        series = row.get("series")
+        series = row.get("series", [])
         cells = {key: value for key, value in row.items() if key != "series"}
-        if isinstance(series, list):
-            cells |= {f"step {i + 1}": series[i] for i in steps if i < len(series)}
-        flat.append(cells)
-    print("| " + " | ".join(flat[0]) + " |\n|" + " --- |" * len(flat[0]))
-    for cells in flat:
-        text = [f"{v:.3g}" if isinstance(v, float) else str(v) for v in cells.values()]
-        print("| " + " | ".join(text) + " |")
+        flat.append(cells | {f"step {i + 1}": series[i] for i in steps if i < len(series)})
+    return flat
 
 
 def main() -> None:
@@ -213,7 +193,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all numbers here")
     parser.add_argument("--quick", action="store_true", help="fewer steps, experts and tokens")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     large = device.type == "cuda"
     experts, top_k, tokens = (64, 4, 128) if arguments.quick else (256, 8, 512)
     if large:
@@ -231,7 +211,7 @@ def main() -> None:
             device=device,
         )
 
-    report: dict[str, list[dict[str, object]]] = {}
+    report: dict[str, list[Row]] = {}
     for shift in (0.0, 0.5):
         name = f"max violation, {experts} experts, top {top_k}, domain shift {shift}"
         report[name] = rules(lambda shift=shift: stream(shift), top_k=top_k, steps=steps)
@@ -245,7 +225,7 @@ def main() -> None:
         timings(size, experts=896, top_k=16, device=device) for size in sizes
     ]
     for name, rows in report.items():
-        show(name, rows)
+        show(name, shown(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
 

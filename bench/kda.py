@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from common import H200_BANDWIDTH, H200_FLOPS, machine, milliseconds, relative_error, start
 from torch import Tensor
 
 from megatron_ext.config.schema import Gate, KdaBackend
 from megatron_ext.ops.kda import kda, resolve_backend
 
-# Cost of a token and head at width 128, chunk 64, bfloat16 in and out (backward recomputes), and
-# what an H200 sustains: a large bfloat16 product, a large copy.
+# Cost of a token and head at width 128, chunk 64, bfloat16 in and out (backward recomputes).
 FORWARD_FLOP, FORWARD_BYTES = 184_320, 1_282
 BACKWARD_FLOP, BACKWARD_BYTES = 475_136, 2_308
-H200_FLOPS, H200_BANDWIDTH = 790e12, 4.3e12
 
 GPU_SIZES = ((96, 8192, 128), (12, 65536, 128))
 CPU_SIZES = ((4, 8192, 32),)
@@ -34,10 +30,10 @@ def inputs(
     heads: int, tokens: int, width: int, *, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
     """q, k, v, z, beta logits, A_log, dt_bias of one row of tokens, needing gradients."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
     row = (1, tokens, heads, width)
     tensors = [draw(*row), draw(*row), draw(*row), draw(*row), draw(1, tokens, heads)]
@@ -49,26 +45,6 @@ def call(tensors: list[Tensor], *, gate: Gate, backend: KdaBackend) -> Tensor:
     """Output of one layer's operator."""
     o, _ = kda(*tensors, gate=gate, lower_bound=-5.0, backend=backend)
     return o
-
-
-def measure(function: Callable[[], object], *, device: torch.device, repeats: int) -> float:
-    """Median milliseconds of a call."""
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            stop.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(stop))
-        else:
-            begin = time.perf_counter()
-            function()
-            times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
 
 
 def floor(heads: int, tokens: int, *, backward: bool) -> float:
@@ -94,8 +70,7 @@ def accuracy(
     found = run(tensors, backend)
     names = ("o", "dq", "dk", "dv", "dz", "dbeta")
     return {
-        name: ((a.detach().cpu().double() - b).norm() / b.norm()).item()
-        for name, a, b in zip(names, found, exact, strict=True)
+        name: relative_error(a.cpu(), b) for name, a, b in zip(names, found, exact, strict=True)
     }
 
 
@@ -106,7 +81,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="timed runs a row")
     parser.add_argument("--only", default="", help="one row, as 96x8192:bounded")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = start()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     rows: list[dict[str, object]] = []
@@ -131,8 +106,8 @@ def main() -> None:
                 return torch.autograd.grad(forward(), x, grad)
 
             with torch.no_grad():
-                forward_ms = measure(forward, device=device, repeats=options.repeats)
-            both_ms = measure(both, device=device, repeats=options.repeats)
+                forward_ms = milliseconds(forward, device=device, repeats=options.repeats)
+            both_ms = milliseconds(both, device=device, repeats=options.repeats)
             rows.append(
                 {
                     "backend": backend.value,
@@ -147,8 +122,7 @@ def main() -> None:
                     "error": error,
                 }
             )
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"\n{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}")
+    print(f"\n{machine()}, {dtype}")
     print(
         f"{'backend':8} {'gate':9} {'heads x tokens':>15} {'fwd ms':>8} {'fwd+bwd ms':>11} "
         f"{'tokens/s':>10} {'H200 floor ms':>14}"
@@ -161,7 +135,7 @@ def main() -> None:
             f"{row['tokens_per_second']:10.0f} {least:>14}"
         )
     if options.json:
-        options.json.write_text(json.dumps({"device": name, "rows": rows}, indent=2) + "\n")
+        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

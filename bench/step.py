@@ -11,16 +11,15 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from common import gpu_kernels, kda_milliseconds
 
 from megatron_ext.config.compose import compose
 from megatron_ext.model.count import flops_per_token
 from megatron_ext.parallel import runtime
-
-KDA_KERNELS = ("kda", "gla", "delta", "l2norm", "cumsum", "recompute_w_u", "conv1d", "solve")
 
 
 def main() -> None:
@@ -73,24 +72,20 @@ def main() -> None:
     runtime.stop()
 
 
-def kernels(run: object, step: float) -> dict[str, object]:
+def kernels(run: Callable[[], object], step: float) -> dict[str, object]:
     """GPU time of one profiled step: all, KDA with norm, gate and convolution, the longest."""
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as record:
-        run()  # type: ignore[operator]
-        torch.cuda.synchronize()
-    events = [event for event in record.key_averages() if event.self_device_time_total > 0]
-    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-    busy = sum(e.self_device_time_total for e in kernels) / 1e6
-    ours = [e for e in kernels if any(part in e.key.lower() for part in KDA_KERNELS)]
-    kda = sum(e.self_device_time_total for e in ours) / 1e6
-    most = sorted(kernels, key=lambda e: -e.self_device_time_total)[:12]
+    found = gpu_kernels(run)
+    busy, kda = found.milliseconds / 1e3, kda_milliseconds(found) / 1e3
     return {
         "gpu_busy_seconds": busy,
         "gpu_busy_share": busy / step,
-        "kernel_launches": sum(e.count for e in kernels),
+        "kernel_launches": found.launches,
         "kda_seconds": kda,
         "kda_share_of_gpu": kda / busy,
-        "most": [(e.key[:60], e.count, round(e.self_device_time_total / 1e3, 2)) for e in most],
+        "most": [
+            (event.key[:60], event.count, round(event.self_device_time_total / 1e3, 2))
+            for event in found.events[:12]
+        ],
     }
 
 

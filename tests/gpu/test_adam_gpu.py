@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from megatron_ext.optim import mcore_adam
+from tests.support.cuda import no_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,16 +26,6 @@ def set_gradients(params: list[torch.nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for param in params:
         param.grad = torch.randn(param.shape, generator=generator).to(param.device)
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_fused_update_equals_the_formula_without_a_wait() -> None:

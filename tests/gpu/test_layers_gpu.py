@@ -21,7 +21,13 @@ from megatron_ext.layers.initializers import (
 )
 from megatron_ext.layers.kda import KimiDeltaAttention
 from megatron_ext.model.init import fill
-from tests.support.one_rank import draw, one_rank, small_config
+from tests.support.one_rank import (
+    assert_close_in_bfloat16,
+    draw,
+    one_rank,
+    outputs_and_gradients,
+    small_config,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,20 +60,6 @@ def mla(groups, kernel, dtype):
         submodules=GatedMlaSubmodules(core_attention=kernel),
         pg_collection=groups,
     )
-
-
-def outputs_and_gradients(layer, x, upstream, **forward):
-    x = x.detach().requires_grad_()
-    out, _ = layer(x, **forward)
-    return [out, *torch.autograd.grad(out, [x, *layer.parameters()], upstream.to(out.dtype))]
-
-
-def assert_close_in_bfloat16(actual, wanted):
-    for got, want in zip(actual, wanted, strict=True):
-        # A chain of five to ten bfloat16 roundings of 2**-9 each, in quadrature, and some margin.
-        # A number a head (A_log) sums terms of both signs over all tokens: 2.3e-2 was seen.
-        tolerance = 5e-2 if want.numel() < 16 else 2e-2
-        assert (got.double() - want.double()).norm() <= tolerance * want.double().norm()
 
 
 @pytest.mark.parametrize("documents", [False, True])

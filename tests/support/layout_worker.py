@@ -291,7 +291,8 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
     with replay("evaluation_1", evaluated):
         evaluation += losses_in(held_out_loss(state))
     record["evaluation"] = evaluation
-    record["rerouted"] = added(replay.rerouted, replay.first_rerouted)
+    counts = (replay.rerouted, replay.first_rerouted)
+    record["rerouted"] = added(*counts, device=state.runtime.device)
     record["margin"] = replay.margin
     checkpoint = folder / model_of(name) / "checkpoints" / f"step_{STEPS - 1:08d}"
     if resume and checkpoint.exists() and ("gated" not in name):
@@ -324,9 +325,9 @@ def save_here(state: TrainState, folder: Path) -> None:
     saver.close()
 
 
-def added(*counts: int) -> list[int]:
+def added(*counts: int, device: torch.device) -> list[int]:
     """Sums over all ranks."""
-    sums = torch.tensor(counts)
+    sums = torch.tensor(counts, device=device)
     dist.all_reduce(sums)
     return sums.tolist()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ext.config.schema import Device, ParallelOptions, RunOptions
 from megatron_ext.layers.initializers import Constant, Initializer, Normal
@@ -60,3 +60,27 @@ def draw(module: nn.Module, *, seed: int = 0, std: float = 0.2) -> None:
         if isinstance(initializer, Constant):
             value = value + std * torch.randn_like(value)
         parameter.copy_(value)
+
+
+def outputs_and_gradients(
+    layer: nn.Module, x: Tensor, upstream: Tensor, **forward: object
+) -> list[Tensor]:
+    """The output of a megatron-core layer, and the gradients of its input and parameters."""
+    x = x.detach().requires_grad_()
+    out, _ = layer(x, **forward)
+    return [out, *torch.autograd.grad(out, [x, *layer.parameters()], upstream.to(out.dtype))]
+
+
+def assert_close_in_bfloat16(
+    actual: Sequence[Tensor], wanted: Sequence[Tensor], *, tolerance: float = 2e-2
+) -> None:
+    """Relative L2 distance of each tensor.
+
+    Args:
+        tolerance: by default that of a chain of five to ten bfloat16 roundings of 2**-9 each, in
+            quadrature, and some margin.
+    """
+    for got, want in zip(actual, wanted, strict=True):
+        # A number a head (A_log) sums terms of both signs over all tokens: 2.3e-2 was seen.
+        allowed = 5e-2 if want.numel() < 16 else tolerance
+        assert (got.double() - want.double()).norm() <= allowed * want.double().norm()

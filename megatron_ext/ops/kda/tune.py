@@ -1,8 +1,10 @@
 """Choose fla's kernel variants once for this GPU: python -m megatron_ext.ops.kda.tune
 
 fla tries up to 24 variants of each kernel at the first call of a shape, and compiles each: minutes
-before the first step. This runs the shapes that the presets use, takes down what was chosen and
-writes it where `megatron_ext.ops.kda.tuned` looks for it; runs on such a GPU then start with these.
+before the first step. This runs what the presets use, takes down what was chosen and writes it
+where `megatron_ext.ops.kda.tuned` looks for it; runs on such a GPU then start with these. First as
+many processes as there are cores compile a share of the variants each, into Triton's cache.
+
 Nothing is written if a result differs from float64 by more than its precision allows: a variant
 that is fast and wrong has been seen.
 """
@@ -12,40 +14,76 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_ext.config.schema import Gate, KdaBackend
-from megatron_ext.ops.kda import kda, short_conv, tuned
+from megatron_ext.config.schema import AttentionResidualBackend
+from megatron_ext.ops.attn_res import depth_mix
+from megatron_ext.ops.kda import tuned
+from megatron_ext.ops.kda.tune_work import Kda, accuracy
 
 # The worst seen of fla with correct variants: 2.3e-2 (A_log, a sum of rounded terms) in bfloat16;
 # float32 inputs meet TensorFloat-32 in fla's products.
 LARGEST_ERROR = {torch.bfloat16: 5e-2, torch.float32: 1e-2}
-# Heads as tensor parallelism leaves them, and a length that is short to tune at.
-SHAPES = ((12, 8192, 128), (16, 4096, 128), (96, 8192, 128))
+# A choice serves every call that differs from it in numbers only. Flags must be the same, and which
+# tensors are given: documents, states (context parallelism), the final state (measured steps).
 DOCUMENTS = (0, 1000, 1001, 3000, 4096)
+CHECKED = (
+    Kda(16, 4096),
+    Kda(16, 4096, unbounded=True),
+    Kda(16, 4096, dtype=torch.float32),
+    Kda(16, 4096, initial=True, final=True),
+)
+WORK = (
+    *CHECKED,
+    Kda(16, 4096, final=True),
+    Kda(16, 4096, documents=DOCUMENTS),
+    Kda(16, 4096, documents=DOCUMENTS, initial=True, final=True),
+    Kda(96, 8192),
+    Kda(12, 65536),
+)
+# Wide first: a choice for many numbers a row may serve few, not the other way round.
+MIXES = tuple(
+    (width, norm, dtype)
+    for width, dtype in ((7168, torch.bfloat16), (1536, torch.bfloat16), (1536, torch.float32))
+    for norm in (True, False)
+)
+SHORT = 4096  # tokens while compiling: the code does not depend on their number
+# float32 numbers a thread holds of its tile; variants beyond take minutes to compile, and spill.
+MOST_REGISTERS = 128
 
 
 def main() -> int:
-    """Tune, check, write. Returns the exit code."""
+    """Compile, tune, check, write. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="default: where runs on this GPU look")
+    parser.add_argument("--processes", type=int, help="that compile; default: one a core")
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # of such a process: 3/14
     options = parser.parse_args()
+    if options.share:
+        compile_share(*(int(part) for part in options.share.split("/")))
+        return 0
     begin, worst = time.perf_counter(), 0.0
-    for dtype in (torch.bfloat16, torch.float32):
-        for gate in (Gate.bounded, Gate.softplus):
-            errors = accuracy(gate=gate, dtype=dtype)
-            worst = max(worst, *(value / LARGEST_ERROR[dtype] for value in errors.values()))
-            print(dtype, gate.value, {name: f"{e:.1e}" for name, e in errors.items()}, flush=True)
-    for heads, tokens, width in SHAPES:
-        for gate in (Gate.bounded, Gate.softplus):
-            run(heads, tokens, width, gate=gate)
-        print(f"{heads} x {tokens}: {time.perf_counter() - begin:.0f} s since start", flush=True)
-    run(16, DOCUMENTS[-1], 128, gate=Gate.bounded, documents=DOCUMENTS)
+    compile_all(options.processes or len(os.sched_getaffinity(0)))
+    print(f"compiled: {time.perf_counter() - begin:.0f} s", flush=True)
+    for tuner in tuners():
+        tuner.do_bench = short_bench
+    for number in range(len(WORK) + len(MIXES)):
+        run(number)
+        print(f"{describe(number)}: {time.perf_counter() - begin:.0f} s since start", flush=True)
+    for work in CHECKED:
+        errors = accuracy(work, tokens=256)
+        worst = max(worst, *(value / LARGEST_ERROR[work.dtype] for value in errors.values()))
+        print(work, {name: f"{error:.1e}" for name, error in errors.items()}, flush=True)
     if worst > 1:
         print(f"error {worst:.1f} times what is allowed: nothing written", file=sys.stderr)
         return 1
@@ -60,76 +98,112 @@ def main() -> int:
     return 0
 
 
-def run(
-    heads: int,
-    tokens: int,
-    width: int,
-    *,
-    gate: Gate,
-    dtype: torch.dtype = torch.bfloat16,
-    documents: tuple[int, ...] | None = None,
-    exact: bool = False,
-) -> list[torch.Tensor]:
-    """Convolution and KDA, forward and backward: the output and all gradients.
-
-    Args:
-        dtype: the inputs are rounded to it.
-        exact: compute in float64 by the reference, on the CPU, from the same rounded inputs.
-    """
-    generator = torch.Generator().manual_seed(0)
-    device, wide = ("cpu", torch.float64) if exact else ("cuda", torch.float32)
-    backend = KdaBackend.reference if exact else KdaBackend.fla
-
-    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        made = (torch.randn(*shape, generator=generator) * scale).to(dtype)
-        return made.to(device, wide if exact else dtype).requires_grad_()
-
-    row = (1, tokens, heads, width)
-    x = draw(1, tokens, heads * width)
-    taps = draw(heads * width, 4, scale=0.5)
-    k, v, z, beta = draw(*row), draw(*row), draw(*row), draw(1, tokens, heads)
-    slope = torch.zeros(heads, device=device, dtype=wide, requires_grad=True)
-    bias = torch.zeros(heads, width, device=device, dtype=wide, requires_grad=True)
-    lengths = None
-    if documents is not None:
-        lengths = torch.tensor(documents, device=device)
-    q, _ = short_conv(x, taps, cu_seqlens=lengths, backend=backend)
-    o, _ = kda(
-        q.view(row),
-        k,
-        v,
-        z,
-        beta,
-        slope,
-        bias,
-        gate=gate,
-        lower_bound=-5.0,
-        cu_seqlens=lengths,
-        backend=backend,
-    )
-    weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(o)
-    return [o, *torch.autograd.grad(o, (x, taps, k, v, z, beta, slope, bias), weight)]
+def compile_all(processes: int) -> None:
+    """Fill Triton's cache. A process that fails says so; what it left is compiled later."""
+    module = "megatron_ext.ops.kda.tune"
+    started = []
+    for share in range(processes):
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed below)
+        command = [sys.executable, "-m", module, "--share", f"{share}/{processes}"]
+        started.append((subprocess.Popen(command, stdout=log, stderr=log), log))
+    for share, (process, log) in enumerate(started):
+        if process.wait():
+            log.seek(0)
+            print(f"share {share} of {processes} failed:", *log.readlines()[-3:], flush=True)
+        log.close()
 
 
-def accuracy(*, gate: Gate, dtype: torch.dtype) -> dict[str, float]:
-    """Relative L2 errors of the output and each gradient against float64, 2 heads x 256 tokens."""
-    names = ("o", "dx", "dtaps", "dk", "dv", "dz", "dbeta", "dA_log", "ddt_bias")
-    exact = run(2, 256, 128, gate=gate, dtype=dtype, exact=True)
-    found = run(2, 256, 128, gate=gate, dtype=dtype)
-    return {
-        name: ((a.detach().cpu().double() - b).norm() / b.norm()).item()
-        for name, a, b in zip(names, found, exact, strict=True)
-    }
+def compile_share(share: int, shares: int) -> None:
+    """Run everything with a share of every kernel's variants, each but once."""
+    for tuner in tuners():
+        tuner.configs = share_of(tuner.configs, share, shares)
+        tuner.do_bench = run_once
+        tuner.cache_results = False
+    count = len(WORK) + len(MIXES)
+    for number in range(count):
+        # Each begins elsewhere, so that they meet at few kernels.
+        run((number + share) % count, tokens=SHORT)
+
+
+def share_of(configs: Sequence[Any], share: int, shares: int) -> list[Any]:
+    """Every `shares`-th variant, and the first, which needs the least and always runs."""
+    own = list(configs[share::shares])
+    return own if share == 0 else [*own, configs[0]]
+
+
+def run_once(call: Any, quantiles: Any = None) -> list[float]:
+    """In the place of Triton's measuring: compiles."""
+    call()
+    return [1.0, 1.0, 1.0]
+
+
+def short_bench(call: Any, quantiles: Any = None) -> Any:
+    """In the place of Triton's measuring: 5 ms of warm-up and 25 ms of measuring a variant."""
+    import triton.testing
+
+    return triton.testing.do_bench(call, warmup=5, rep=25, quantiles=quantiles)
+
+
+def tuners() -> list[Any]:
+    """Every autotuner of the operators that are tuned here; without variants that are too wide."""
+    import fla.modules.convolution
+    import fla.ops.attnres
+    import fla.ops.kda  # noqa: F401
+    from fla.ops.utils.cache import CachedAutotuner
+
+    # By type: asking a dead weak reference what it is an instance of raises.
+    found: list[Any] = [x for x in gc.get_objects() if issubclass(type(x), CachedAutotuner)]
+    widest = 1 << (max(width for width, *_ in MIXES) - 1).bit_length()
+    for tuner in found:
+        if tuner.kernel_name.startswith("attnres"):
+            tuner.configs = [
+                config
+                for config in tuner.configs
+                if config.kwargs.get("BL", 0) * widest <= 32 * config.num_warps * MOST_REGISTERS
+            ]
+    return found
+
+
+def describe(number: int) -> str:
+    """What `run` does with a number."""
+    if number < len(WORK):
+        return str(WORK[number])
+    return "mix of width {}, norm {}, {}".format(*MIXES[number - len(WORK)])
+
+
+def run(number: int, *, tokens: int | None = None) -> None:
+    """One piece of work, forward and backward."""
+    if number < len(WORK):
+        work = WORK[number]
+        work(tokens=work.tokens if tokens is None else min(tokens, work.tokens))
+        return
+    width, norm, dtype = MIXES[number - len(WORK)]
+    rows = 8192 if tokens is None else 512
+    draw = partial(torch.randn, device="cuda", requires_grad=True)
+    for count in (8, 9):  # sources: there is one kernel for up to 8, one for up to 16
+        sources = [draw(rows, width, dtype=dtype) for _ in range(count)]
+        query, key_weight = draw(width), draw(width)
+        weight = draw(width, dtype=dtype) if norm else None
+        out = depth_mix(
+            sources,
+            query,
+            key_weight,
+            eps=1e-5,
+            norm_weight=weight,
+            backend=AttentionResidualBackend.fla,
+            require=True,
+        )
+        torch.autograd.grad(out, [*sources, query, key_weight], torch.ones_like(out))
 
 
 def chosen() -> dict[str, dict[str, Any]]:
     """What every autotuner of fla holds now, in the form that fla reads."""
     import triton
-    from fla.ops.utils.cache import AutotuneKey, CachedAutotuner
+    from fla.ops.utils.cache import AutotuneKey
 
     files: dict[str, dict[str, Any]] = {}
-    for tuner in gc.get_objects():
-        if not isinstance(tuner, CachedAutotuner) or not tuner.cache:
+    for tuner in tuners():
+        if not tuner.cache:
             continue
         entries = {
             AutotuneKey.key_hash(key): {"autotune_key": list(key), "config": plain(config)}

@@ -168,7 +168,8 @@ class Bins:
         value = torch.lerp(lower, upper, fraction.squeeze(1))
         if self.placement is BinPlacement.centred:
             value = value + bias
-        outside = histogram[:, [0, -1]].sum(dtype=torch.int64)
+        # Two slices: a list of indices would be copied to the GPU, and waited for.
+        outside = (histogram[:, 0].long() + histogram[:, -1]).sum()
         return HistogramQuantile(value, tokens.squeeze(1), width.max(), outside)
 
 

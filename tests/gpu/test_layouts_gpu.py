@@ -1,0 +1,88 @@
+"""Layouts on NCCL train the model that one rank trains; see `tests/dist/test_layouts.py`.
+
+Ranks beyond the number of GPUs share them: this shows correctness, and nothing about speed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.layout_compare import compare, compare_faulty, is_equal, launch, read, table
+from tests.support.layout_worker import truth_of
+
+# The first test of each folder waits for its launches: a quarter of a minute a case.
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+ONE = ("one", "one_block")
+TWO = ("ep2", "tp2_sp", "cp2", "pp2_vpp2_block")
+FOUR = ("tp2_sp_cp2",)
+FAULT = "cp2:lost_state"
+# A rank that waits in vain ends within minutes, and the others with it.
+CUDA = ["run.device=cuda", "run.timeout_seconds=180"]
+EXACT = [*CUDA, "model.kda.backend=dense", "residual.backend=dense"]
+
+# What a bf16 run on a GPU uses; nothing may fall back. fla is made for heads of 64 or more.
+FAST = [
+    *CUDA,
+    "run.precision=bf16",
+    "model.kda.head_dim=64",
+    "model.kda.value_dim=64",
+    "model.kda.require=true",
+    "model.experts.require=true",
+    "model.kernels.require=true",
+    "residual.require=true",
+]
+# Of the first step, from equal weights: sums of bfloat16 numbers in another order.
+FAST_LOSS, FAST_NORM = 1e-3, 3e-2
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exact")
+    (folder / "overrides.json").write_text(json.dumps(EXACT))
+    launch(folder, ONE, ranks=1, on_gpu=True)
+    launch(folder, (*TWO, FAULT), ranks=2, on_gpu=True)
+    launch(folder, FOUR, ranks=4, on_gpu=True)
+    return folder
+
+
+def test_layouts_equal_one_rank_in_float32(exact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {case: compare(exact, case) for case in (*TWO, *FOUR)}
+    with capsys.disabled():
+        print("\n" + table(rows))
+    different = {case: row for case, row in rows.items() if not is_equal(row)}
+    assert not different, "\n" + table(different)
+
+
+def test_a_seeded_fault_is_seen(exact: Path) -> None:
+    row = compare(exact, "cp2") | compare_faulty(exact, FAULT)
+    assert not is_equal(row), table({FAULT: row})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs the package fla-core")
+def test_the_first_step_of_fast_kernels_follows_one_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "overrides.json").write_text(json.dumps(FAST))
+    launch(tmp_path, ONE, ranks=1, on_gpu=True)
+    launch(tmp_path, TWO, ranks=2, on_gpu=True)
+    rows = {}
+    for case in TWO:
+        ours, truth = read(tmp_path, case), read(tmp_path, truth_of(case))
+        rows[case] = tuple(
+            abs(ours[key][0] - truth[key][0]) / truth[key][0] for key in ("loss", "grad_norm")
+        )
+    with capsys.disabled():
+        print("\nbf16, first step: loss, norm of the gradient")
+        print("\n".join(f"{case:<20}{a:9.1e}{b:9.1e}" for case, (a, b) in rows.items()))
+    for case, (loss, norm) in rows.items():
+        assert loss <= FAST_LOSS, case
+        assert norm <= FAST_NORM, case
