@@ -201,6 +201,8 @@ def truth_of(case: str) -> str:
 
 def main() -> None:
     folder, ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    if torch.cuda.is_initialized():
+        sys.exit("an import has opened the GPU already: forked ranks could not use it")
     extra = json.loads((folder / "overrides.json").read_text())
     for case in cases:
         with socket.socket() as free:
