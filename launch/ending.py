@@ -12,14 +12,15 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import FINAL, HANG, NEXT_STAGE, STOPPED
 
 EXIT = "exit.json"
-# What a launcher remembers between the restarts of one launch.
-MEMORY = ".restarts.json"
+# What a launcher remembers between the restarts of one launch; with several, each for itself.
+MEMORY = ".restarts{host}.json"
 CRASH = 1
 
 
@@ -51,7 +52,9 @@ def saved_step(folder: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def judge(folder: Path, *, launch: str, asked: bool, resume: bool, limit: int) -> Verdict:
+def judge(
+    folder: Path, *, launch: str, asked: bool, resume: bool, limit: int, host: str = ""
+) -> Verdict:
     """What to do now that the ranks have ended. Remembers its progress in the run folder.
 
     Args:
@@ -61,6 +64,7 @@ def judge(folder: Path, *, launch: str, asked: bool, resume: bool, limit: int) -
         resume: a run that stopped on request is to go on later by itself (a time limit), rather
             than stay stopped (a person).
         limit: restarts without a new checkpoint before giving up.
+        host: name of this one, where the launchers of several hosts judge the same ending.
     """
     end = read_exit(folder)
     code = CRASH if end is None else int(end.get("code", CRASH))
@@ -68,22 +72,23 @@ def judge(folder: Path, *, launch: str, asked: bool, resume: bool, limit: int) -
     first = reason.splitlines()[0] if reason else ""
     if code == 0:
         return Verdict(False, 0, first or "done")
-    if code == STOPPED and first == NEXT_STAGE:
-        verdict = _progress(folder, launch=launch, limit=limit, code=code, why="next stage")
-        return replace(verdict, stage=True)
+    progress = partial(_progress, folder, launch=launch, limit=limit, host=host, code=code)
+    if code == STOPPED and first == NEXT_STAGE and not (asked and not resume):
+        return replace(progress(why="next stage"), stage=True)
     stays = code == STOPPED and (not resume or first == "stop file")
     if stays or (code in FINAL and code != STOPPED):
         return Verdict(False, code, first)
     if asked and not resume:
         return Verdict(False, code, f"told to stop, and then: {first}")
     why = {STOPPED: f"stopped on request ({first})", HANG: "hung"}.get(code, first)
-    return _progress(folder, launch=launch, limit=limit, code=code, why=why)
+    return progress(why=why)
 
 
-def _progress(folder: Path, *, launch: str, limit: int, code: int, why: str) -> Verdict:
+def _progress(folder: Path, *, launch: str, limit: int, host: str, code: int, why: str) -> Verdict:
     """Again, unless the last restarts have all led to nothing."""
     step = saved_step(folder)
-    memory = _read(folder / MEMORY) or {}
+    path = folder / MEMORY.format(host=f".{host}" if host else "")
+    memory = _read(path) or {}
     if memory.get("launch") != launch:
         memory = {"launch": launch, "step": -1, "stalled": -1, "restarts": 0}
     stalled = 0 if step > memory["step"] else memory["stalled"] + 1
@@ -92,9 +97,9 @@ def _progress(folder: Path, *, launch: str, limit: int, code: int, why: str) -> 
         text = f"{why}; {limit} restarts brought no checkpoint after step {step}: giving up"
         return Verdict(False, code, text)
     memory["restarts"] += 1
-    temporary = folder / f"{MEMORY}.tmp"
+    temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(json.dumps(memory))
-    temporary.replace(folder / MEMORY)
+    temporary.replace(path)
     text = f"{why}; restart {memory['restarts']} goes on after step {step}"
     return Verdict(True, code, text)
 

@@ -134,6 +134,7 @@ class Launcher:
                 asked=self._asked > 0,
                 resume=False,
                 limit=options.stalled_restarts,
+                host=os.uname().nodename if options.nodes > 1 else "",
             )
             if verdict.code or verdict.again:
                 print(f"launch: {verdict.why}", file=sys.stderr, flush=True)

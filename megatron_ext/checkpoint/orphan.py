@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -43,6 +44,8 @@ def helpers_shielded() -> Iterator[None]:
     helper, and with it the save that the signal asked for. What is blocked here stays blocked in
     it; this process gets what came meanwhile at the end of the block.
     """
+    # Its start, which comes with that of the first helper, would lift the block.
+    resource_tracker.ensure_running()
     blocked = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:

@@ -13,7 +13,7 @@ import pickle
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -49,13 +49,39 @@ _ALLOWED = {
 
 
 class _Metadata(pickle.Unpickler):
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._found: dict[Any, dict[str, Any]] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         # No dots: they would reach attributes of what is allowed.
         if name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
+            self._found.setdefault(found, dict(vars(found)))
+            return found
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise _Forbidden(f"{module}.{name}")
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        finally:
+            # A pickle can set attributes of a class too, such as PosixPath.parent for the process.
+            changed = [found for found, before in self._found.items() if vars(found) != before]
+            for found in changed:
+                _put_back(found, self._found[found])
+            if changed:
+                raise _Forbidden(f"{changed[0].__name__} in another form")
+
+
+def _put_back(found: Any, before: dict[str, Any]) -> None:
+    now = dict(vars(found))
+    for name in now.keys() - before.keys():
+        delattr(found, name)
+    for name, value in before.items():
+        if now.get(name) is not value:
+            setattr(found, name, value)
 
 
 class _Forbidden(Exception):
@@ -66,8 +92,8 @@ def read_metadata(folder: Path) -> Metadata:
     """The table of a checkpoint: which tensor has which shape and lies where.
 
     Raises:
-        CheckpointError: it wants more than the classes of such a table, is damaged, or points
-            outside the folder.
+        CheckpointError: it wants more than the classes of such a table, is damaged, points outside
+            the folder, or says that entries are compressed.
     """
     path = folder / METADATA
     try:
@@ -90,6 +116,9 @@ def read_metadata(folder: Path) -> Metadata:
                 f"{path}: points outside its folder, to {name!r}. Do not use what somebody may "
                 "have made to do harm; take a checkpoint from a source that you trust"
             )
+        # torch would unpickle what comes out, not what is checked here.
+        if place.transform_descriptors:
+            raise CheckpointError(_refused(path, f"{place.transform_descriptors[0]} on {name}"))
     return metadata
 
 

@@ -37,13 +37,16 @@ def stage_names(config: RunConfig) -> list[str]:
     return [name for name in config.curriculum.stages if chosen in (None, name)]
 
 
-def stage_config(config: RunConfig, name: str, *, first_step: int = 0) -> RunConfig:
+def stage_config(
+    config: RunConfig, name: str, *, first_step: int = 0, done: tuple[int, int] = (0, 0)
+) -> RunConfig:
     """The configuration of one stage.
 
     Args:
         config: of the run, checked.
         name: of the stage; "" gives `config` itself.
         first_step: steps done before the stage; `train.steps` of the result counts them too.
+        done: steps and tokens of the stage itself that are done, maybe in batches of another size.
     """
     if not name:
         return config
@@ -58,7 +61,8 @@ def stage_config(config: RunConfig, name: str, *, first_step: int = 0) -> RunCon
     assert isinstance(own, RunConfig)
     own.curriculum.stage = name
     if tokens is not None:
-        own.train.steps = -(-tokens // own.train.batch_tokens)
+        steps, read = done
+        own.train.steps = steps + max(0, -(-(tokens - read) // own.train.batch_tokens))
     own.train.steps += first_step
     return own
 

@@ -13,6 +13,7 @@ from megatron_ext.data.stream import TokenStream
 from megatron_ext.errors import DataError
 
 _BLEND = ("weight of source ", "order of data.sources")
+_CONTENT = "content of source "
 
 
 def remember(stream: TokenStream, position: int = 0) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def remember(stream: TokenStream, position: int = 0) -> dict[str, Any]:
     return {
         "fingerprint": stream.fingerprint,
         "facts": dict(stream.facts),
+        "left": dict(stream.left),
         "begin": stream.begin,
         "begun": stream.begun,
         "position": position,
@@ -41,6 +43,10 @@ def go_on_with(saved: Mapping[str, Any], stream: TokenStream, *, other_blend: bo
         other_blend: it is another blend, which takes over at the checkpoint's position; else it
             has begun where the checkpoint's had.
     """
+    known = dict(saved.get("left", {}))
+    if other_blend:
+        known |= {name: fact for name, fact in saved["facts"].items() if name.startswith(_CONTENT)}
+    stream.left = {name: fact for name, fact in known.items() if name not in stream.facts}
     if other_blend:
         stream.take_over(saved["position"], saved["places"])
     elif saved.get("begin"):
@@ -53,12 +59,14 @@ def check_next_blend(saved: Mapping[str, Any], stream: TokenStream) -> bool:
     Raises:
         DataError: something else changed.
     """
-    before, now = saved["facts"], stream.facts
+    now = stream.facts
+    # A source that comes back goes on where it was left: in the same documents.
+    before = {**saved.get("left", {}), **saved["facts"]}
     kept = {
         name
         for name in {*before, *now}
         if not name.startswith(_BLEND)
-        and not (name.startswith("content of source ") and not (name in before and name in now))
+        and not (name.startswith(_CONTENT) and not (name in before and name in now))
     }
     pick = [{name: facts[name] for name in facts if name in kept} for facts in (before, now)]
     found = changes(*pick)
@@ -69,7 +77,7 @@ def check_next_blend(saved: Mapping[str, Any], stream: TokenStream) -> bool:
             + "\nA stage may weigh, add and leave out sources; what is in one, the share held out "
             "and the seed stay"
         )
-    return bool(changes(before, now))
+    return bool(changes(saved["facts"], now))
 
 
 def check_unchanged(saved: Mapping[str, Any], stream: TokenStream, *, allow: bool) -> list[str]:

@@ -104,6 +104,8 @@ class TokenStream:
         #: First token that is read from this blend, and where the sources were by then.
         self.begin = 0
         self.begun: dict[str, list[int]] = {}
+        #: Content of the sources that former blends have read and this one leaves out.
+        self.left: dict[str, str] = {}
         heaviest = max(weights)
         self._ticks = [round(TICKS * heaviest / weight) for weight in weights]
 

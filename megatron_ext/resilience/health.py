@@ -115,6 +115,11 @@ class Health:
         self._losses.append(loss)
         self._norms.append(grad_norm)
 
+    def begin_stage(self) -> None:
+        """Measure no step of a stage against those of the one before, of another length or data."""
+        self._losses.clear()
+        self._norms.clear()
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain JSON."""
         return {

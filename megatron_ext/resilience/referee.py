@@ -58,8 +58,8 @@ class Referee:
             self.health.note(verdict, loss=loss, grad_norm=grad_norm)
         return Decision(verdict, Request(stop=stop, save=save))
 
-    def before_the_first_step(self) -> Request:
-        """A request that came while the run was starting. Collective."""
+    def between_steps(self) -> Request:
+        """A request that came while the run was starting or ending. Collective."""
         asked = self._pending()
         stop, save = agree((asked.stop, asked.save), device=self._device)
         return Request(stop=stop, save=save)

@@ -76,9 +76,10 @@ class Requests:
 
     def watch(self, folder: Path) -> None:
         """Look for the files `stop` and `save` in the run folder too; one rank does. Those that an
-        earlier launch has left are removed."""
-        self._folder = folder
-        self.clear(STOP, SAVE)
+        earlier launch has left are removed; where this one looks already, they are for it."""
+        if folder != self._folder:
+            self._folder = folder
+            self.clear(STOP, SAVE)
 
     def pending(self) -> Request:
         """What was asked for until now, as far as this rank knows."""

@@ -33,6 +33,11 @@ class Stage:
         """As a checkpoint holds it."""
         return asdict(self)
 
+    def config(self, config: RunConfig, *, step: int, tokens: int) -> RunConfig:
+        """The configuration of this stage, of a run that has done so many steps and tokens."""
+        done = (step - self.first_step, tokens - self.first_tokens)
+        return stage_config(config, self.name, first_step=self.first_step, done=done)
+
 
 WHOLE_RUN = Stage()
 
@@ -72,11 +77,11 @@ def choose_stage(config: RunConfig, extra: dict[str, Any]) -> Stage:
         )
     place = names.index(saved.name) if saved.name else -1
     chosen = config.curriculum.stage
-    step = int(extra.get("step", 0))
+    step, tokens = int(extra.get("step", 0)), int(extra.get("tokens", 0))
     if chosen is not None:
         target = names.index(chosen)  # cuts short what came before
     else:
-        done = place < 0 or step >= end_of(config, saved)
+        done = place < 0 or step >= saved.config(config, step=step, tokens=tokens).train.steps
         target = min(place + 1, len(names) - 1) if done else place
     if target == place:
         return saved
@@ -91,12 +96,7 @@ def choose_stage(config: RunConfig, extra: dict[str, Any]) -> Stage:
             f"checkpoint (train {names[target - 1]} there first, or give one of another run with "
             "checkpoint.load=PATH)"
         )
-    return Stage(names[target], step, int(extra.get("tokens", 0)))
-
-
-def end_of(config: RunConfig, stage: Stage) -> int:
-    """The step with which a stage ends."""
-    return stage_config(config, stage.name, first_step=stage.first_step).train.steps
+    return Stage(names[target], step, tokens)
 
 
 def next_stage(config: RunConfig, name: str) -> str:

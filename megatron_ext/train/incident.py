@@ -22,7 +22,7 @@ from megatron_ext.checkpoint.load import load
 from megatron_ext.checkpoint.state import unwrap
 from megatron_ext.checkpoint.verify import first_sound
 from megatron_ext.config.operations import HealthAction
-from megatron_ext.errors import TrainingHalted
+from megatron_ext.errors import CheckpointError, TrainingHalted
 from megatron_ext.resilience.referee import Decision
 from megatron_ext.train import balance
 from megatron_ext.train.state import TrainState
@@ -233,12 +233,13 @@ def go_back(state: TrainState, folder: Path, rewind: Rewind, *, done: int) -> st
     choice: list[list[Path]] = [[]]
     if dist.get_rank() == 0:
         # Not inside the window either: its batches are what is suspected.
-        # Nor of the stage before: its layout may be another.
-        begin = state.stage.first_step
-        there = [path for step, path in paths.step_folders(folder).items() if step >= begin]
-        fit = [path for path in there if _position(path) <= first]
+        # Nor of the stage before, whose layout may be another, nor ahead: from before a rewind.
+        begin, end = state.stage.first_step, state.step
+        there = [p for step, p in paths.step_folders(folder).items() if begin <= step <= end]
+        places = {path: place for path in there if (place := _position(path)) is not None}
+        fit = [path for path, place in places.items() if place <= first]
         # A window wider than the way from the first checkpoint is cut there.
-        fit = fit or [path for path in there[:1] if _position(path) < last]
+        fit = fit or [path for path, place in list(places.items())[:1] if place < last]
         choice[0] = fit[::-1]
     dist.broadcast_object_list(choice, src=0)
     sound = first_sound(choice[0])
@@ -256,6 +257,10 @@ def go_back(state: TrainState, folder: Path, rewind: Rewind, *, done: int) -> st
     return f"{rewind}; went back to step {state.step} and leaves out {state.windows[-1]}{damaged}"
 
 
-def _position(path: Path) -> int:
-    extra = paths.read_extra(path)
-    return int(extra["tokens"]) + int(extra.get("left_out", 0))
+def _position(path: Path) -> int | None:
+    """Where in the data a checkpoint stands; None when it is damaged."""
+    try:
+        extra = paths.read_extra(path)
+        return int(extra["tokens"]) + int(extra.get("left_out", 0))
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return None  # told by rank 0 alone, which must not fail alone

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_ext.data.batches import MicroBatch
 from megatron_ext.data.probe import context_probe, key_probe
 from megatron_ext.train.state import TrainState
 from megatron_ext.train.step import Waited, evaluating, run_schedule
 
 DEPTHS = (0, 25, 50, 75, 100)  # percent of the text
-PROBES = 8  # of each kind, shared out over data parallel ranks
+PROBES = 8  # of each kind, shared out over data parallel ranks; the same ones in every layout
 
 
-def by_length(state: TrainState) -> dict[str, float]:
+def by_length(state: TrainState, *, beat: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Losses of probes at each of `evaluate.lengths`. Changes nothing in `state`.
+
+    Args:
+        beat: called before each kind of probe, which may take minutes at a long length.
 
     Returns:
         `eval/retrieval/<length>/<depth>`, the loss of a key that stands at a depth (`absent`:
@@ -32,12 +37,14 @@ def by_length(state: TrainState) -> dict[str, float]:
             def key(number: int, *, length: int = length, at: float | None = share) -> MicroBatch:
                 return key_probe(stream, tokenizer, number=number, length=length, depth=at)
 
+            beat()
             values[name] = _loss(state, key, length=length)
         for what, seen in (("whole", length), ("half", length // 2), ("quarter", length // 4)):
 
             def end(number: int, *, length: int = length, seen: int = seen) -> MicroBatch:
                 return context_probe(stream, number=number, length=length, seen=seen)
 
+            beat()
             values[f"eval/context/{length}/{what}"] = _loss(state, end, length=seen)
     return values
 
@@ -66,6 +73,8 @@ def _loss(state: TrainState, make: Callable[[int], MicroBatch], *, length: int) 
     def probes() -> Iterator[MicroBatch]:
         for number in range(first, first + count):
             batch = make(number)
+            if number >= PROBES:  # only fills up the round
+                batch = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
             yield batch if config.data.isolate_documents else replace(batch, cu_seqlens=None)
 
     with evaluating(state.chunks):

@@ -30,7 +30,8 @@ class Ending:
 
     Attributes:
         evaluation: the last evaluation, as `eval/...` metrics.
-        stopped: who asked to stop before the last step; empty when all steps are done.
+        stopped: who asked to stop; empty when nobody did. After the last step too, where only a
+            next stage is left to stop.
     """
 
     evaluation: dict[str, float] = field(default_factory=dict)
@@ -61,7 +62,7 @@ def run_loop(
     if state.step == state.stage.first_step:
         before = metrics.evaluation(state.step, state.tokens, held_out_loss(state))
         state.first_evaluation = before["eval/loss"]
-    request = referee.before_the_first_step()
+    request = referee.between_steps()
     stalled = 0.0
     watch = HealthWatch(state)
     while state.step < config.train.steps and not request.stop:
@@ -81,7 +82,11 @@ def run_loop(
         every = config.evaluate.interval_tokens
         if last or (every and state.tokens // every > tokens // every):
             watchdog.beat(state.step, "evaluation")
-            found = held_out_loss(state) | (by_length(state) if last else {})
+            found = held_out_loss(state)
+            if last:
+                found |= by_length(
+                    state, beat=lambda: watchdog.beat(state.step, "evaluation by length")
+                )
             ending.evaluation = metrics.evaluation(state.step, state.tokens, found)
             values |= ending.evaluation
         if checkpointer.save_seconds is not None:
@@ -98,14 +103,17 @@ def run_loop(
         checkpointer.poll()
         stalled = time.perf_counter() - begin
     if request.stop and state.step < config.train.steps:
-        ending.stopped = stop_reason(request.stop)
-        metrics.header([f"stopping ({ending.stopped}), saving step {state.step} ..."])
+        metrics.header([f"stopping ({stop_reason(request.stop)}), saving step {state.step} ..."])
         watchdog.beat(state.step, "save")
         if state.step > begun_at:  # else the checkpoint that it came from is this one
             save(state, checkpointer)
-        requests.clear(STOP)
     watchdog.beat(state.step, "end of the last save")
     checkpointer.close()
+    # Also what came while the last step was evaluated and saved, which may take long.
+    request = request if request.stop else referee.between_steps()
+    if request.stop:
+        ending.stopped = stop_reason(request.stop)
+        requests.clear(STOP)
     return ending
 
 

@@ -18,7 +18,6 @@ from megatron_ext.config.compose import to_container
 from megatron_ext.config.layout import draw
 from megatron_ext.config.schedule_rules import schedule_problems
 from megatron_ext.config.schema import RunConfig, Schedule
-from megatron_ext.config.stages import stage_config
 from megatron_ext.data.change import check_next_blend, check_unchanged, go_on_with
 from megatron_ext.errors import NEXT_STAGE, STOPPED, ConfigError, MegatronExtError, TrainingHalted
 from megatron_ext.model.same import check_same
@@ -72,7 +71,7 @@ def walk(config: RunConfig, runtime: Runtime, requests: Requests) -> int:
     while True:
         found = open_run_folder(config, read_environment())
         name = found.stage.name
-        own = stage_config(config, name, first_step=found.stage.first_step)
+        own = found.stage.config(config, step=found.step, tokens=found.tokens)
         after = next_stage(config, name)
         outcome = go_on(own, runtime, found, requests, following=after, mesh=mesh)
         if outcome.reason != NEXT_STAGE:
@@ -201,7 +200,7 @@ def run(
         except (Rewind, TrainingHalted):  # agreed by all ranks, which finish their save together
             checkpointer.close()
             raise
-        if ending.stopped:
+        if ending.stopped and (following or state.step < config.train.steps):
             code, reason = STOPPED, ending.stopped
             metrics.header(stopped_lines(state, reason))
         elif following:

@@ -23,7 +23,7 @@ from megatron_ext.observe.run_files import (
     replace_file,
 )
 from megatron_ext.parallel.environment import Environment
-from megatron_ext.train.curriculum import WHOLE_RUN, Stage, choose_stage, end_of
+from megatron_ext.train.curriculum import WHOLE_RUN, Stage, choose_stage
 
 MARK = ".launch.json"
 
@@ -36,7 +36,7 @@ class Found:
         folder: the run folder, absolute.
         checkpoint: where to go on from; None starts anew.
         run_id: identity of the run, for wandb.
-        step: of that checkpoint; 0 without one.
+        step, tokens: of that checkpoint; 0 without one.
         finished: whether the run has all its steps already.
         stage: of the curriculum, to go on with.
         moved: where an older run went with `run.fresh=true`.
@@ -49,6 +49,7 @@ class Found:
     checkpoint: Path | None
     run_id: str
     step: int
+    tokens: int
     finished: bool
     moved: Path | None
     load: str | None = None
@@ -132,13 +133,14 @@ def describe(config: RunConfig, entered: Entered, sound: Sound) -> Found:
     folder = entered.folder
     extra = read_extra(sound.path) if sound.path else {}
     stage = WHOLE_RUN if entered.ended else choose_stage(config, extra)
-    step = int(extra.get("step", 0))
+    step, tokens = int(extra.get("step", 0)), int(extra.get("tokens", 0))
     return Found(
         folder=folder,
         checkpoint=sound.path,
         run_id=choose_run_id(folder, name=config.run.name, from_checkpoint=extra.get("run_id")),
         step=step,
-        finished=step >= end_of(config, stage),
+        tokens=tokens,
+        finished=step >= stage.config(config, step=step, tokens=tokens).train.steps,
         moved=entered.moved,
         load=_moved_along(config.checkpoint.load, folder, entered.away),
         ended=entered.ended,

@@ -15,6 +15,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.change import remember
 from megatron_ext.data.stream import TokenStream, open_corpus
 from megatron_ext.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_ext.errors import ConfigError
 from megatron_ext.model import same
 from megatron_ext.model.build import build_chunks, choose_vocab_size
 from megatron_ext.model.init import initialize
@@ -25,7 +26,7 @@ from megatron_ext.parallel.mesh import build_mesh
 from megatron_ext.parallel.runtime import Runtime
 from megatron_ext.resilience.health import Health
 from megatron_ext.train import balance
-from megatron_ext.train.curriculum import WHOLE_RUN, Stage
+from megatron_ext.train.curriculum import WHOLE_RUN, Stage, stage_of
 
 
 @dataclass
@@ -116,6 +117,8 @@ class TrainState:
         self.step, self.tokens = int(extra["step"]), int(extra["tokens"])
         self.first_evaluation = extra.get("first_evaluation")
         self.health.restore(extra.get("health", {}))
+        if stage_of(extra) != self.stage:
+            self.health.begin_stage()
         self.windows = [(int(first), int(last)) for first, last in extra.get("windows", ())]
         self.left_out = int(extra.get("left_out", 0))
 
@@ -138,7 +141,8 @@ def build_state(
         mesh: the groups, where this process has them already.
 
     Raises:
-        ConfigError: the layout does not fit the ranks, or the vocabulary not the tokenizer.
+        ConfigError: the layout does not fit the ranks, the vocabulary not the tokenizer, or a
+            length of evaluation not the data.
         DataError: a source cannot be read.
     """
     mesh = mesh or build_mesh(
@@ -150,6 +154,12 @@ def build_state(
         open_corpus(config.data, seed=config.run.seed, tokenizer=tokenizer, split=split)
         for split in ("train", "held_out")
     )
+    there = sum(held_out_data.tokens_per_epoch.values())
+    if max(config.evaluate.lengths, default=0) > there:
+        raise ConfigError(
+            f"evaluate.lengths: {max(config.evaluate.lengths)}: the text held out has {there} "
+            "tokens and would be seen twice (allowed up to that; or a larger data.held_out)"
+        )
     tc = transformer_config(config)
     chunks = build_chunks(config, tc, mesh, vocab_size=vocab_size)
     initialize(chunks, seed=config.run.seed)

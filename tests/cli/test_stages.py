@@ -119,6 +119,19 @@ def test_the_checkpoint_says_which_stage_comes(tmp_path: Path) -> None:
         after("stage_9", 0, 1)
 
 
+def test_a_stage_of_tokens_ends_with_them_whatever_the_batch_became() -> None:
+    """Half of it done in small batches, the rest in twice as large ones."""
+    words = ["~curriculum.stages.stage_4k", "+curriculum.stages.last.tokens=81920"]
+    words += ["train.batch_tokens=2048", "optim.warmup_tokens=0", "optim.decay_tokens=1024"]
+    config = compose([NANO, *words])
+    stage = Stage("last", first_step=8, first_tokens=8000)
+    assert stage.config(config, step=8, tokens=8000).train.steps == 8 + 40
+    assert stage.config(config, step=48, tokens=8000 + 40960).train.steps == 48 + 20
+    extra = {"stage": stage.extra(), "step": 48, "tokens": 8000 + 40960}
+    assert choose_stage(config, extra) == stage
+    assert stage.config(config, step=99, tokens=8000 + 99999).train.steps == 99, "not less"
+
+
 def test_k3_walks_from_8k_to_1m_with_as_many_tokens_a_step() -> None:
     config = compose(["experiment=k3_curriculum", "run.mode=plan"], world_size=1)
     own = [stage_config(config, name) for name in stage_names(config)]

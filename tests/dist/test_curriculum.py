@@ -111,6 +111,23 @@ def test_a_walk_killed_at_random_is_the_uninterrupted_one(
     assert_same_walk(folder, uninterrupted)
 
 
+def test_a_stop_at_the_end_of_a_stage_is_obeyed(
+    launcher: Launcher, uninterrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    stopped = launcher.start(
+        [*COMMAND, f"run.dir={folder}"],
+        output=tmp_path / "stopped.out",
+        before=f"tests.support.incidents:stop_after_saving:{STEPS}",
+    )
+    assert stopped.wait() == 10, stopped.text
+    assert ending(folder) == {"code": 10, "reason": "stop file", "step": STEPS}
+    assert not (folder / "stop").exists()
+    rest = launch(launcher, folder)
+    assert rest.wait() == 0, rest.text
+    assert_same_walk(folder, uninterrupted)
+
+
 def test_stages_one_by_one_are_the_walk(
     launcher: Launcher, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -140,6 +157,9 @@ def test_stages_one_by_one_are_the_walk(
 def check_evaluation_by_length(launcher: Launcher, folder: Path) -> None:
     """The same numbers on one rank and on two that share each sequence."""
     words = ["stage=4k", "run.mode=evaluate", "evaluate.lengths=[128,256]"]
+    long = launch(launcher, folder, *words[:2], "evaluate.lengths=[99999999]")
+    assert long.wait() == 20
+    assert "would be seen twice" in long.text
     plain = launch(launcher, folder, *words)
     assert plain.wait() == 0, plain.text
     assert f"loss {rows(folder)[-1]['eval/loss']:.4f}" in plain.text
@@ -251,9 +271,12 @@ def test_a_stage_may_blend_otherwise_and_resumes(launcher: Launcher, tmp_path: P
     again = launch(launcher, copy, *words)
     assert again.wait() == 0, again.text
     assert_same_walk(copy, folder, last=4)
-    kept = [
-        json.loads((folder / "checkpoints" / f"step_{step:08d}" / "extra.json").read_text())["data"]
+    extras = [
+        json.loads((folder / "checkpoints" / f"step_{step:08d}" / "extra.json").read_text())
         for step in (2, 3, 4)
     ]
+    kept = [extra["data"] for extra in extras]
     assert [data["begin"] for data in kept] == [0, 2 * BATCH, 2 * BATCH]
     assert kept[1]["begun"] == kept[0]["places"]
+    # Losses of other data are no measure for spikes.
+    assert [len(extra["health"]["losses"]) for extra in extras] == [2, 1, 2]

@@ -51,3 +51,15 @@ def hang(rank: str) -> None:
         return step(state, *args)
 
     loop.train_step = sleeping  # type: ignore[assignment]
+
+
+def stop_after_saving(step: str) -> None:
+    """Somebody makes the file `stop` while the save of a step is under way."""
+    save = loop.save
+
+    def saving(state: Any, checkpointer: Any) -> None:
+        save(state, checkpointer)
+        if state.step == int(step):
+            checkpointer.folder.with_name("stop").touch()
+
+    loop.save = saving

@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -155,6 +155,28 @@ def test_files_outside_the_folder_are_not_read(tmp_path: Path) -> None:
     table.storage_data[MetadataIndex("object/shard_0_1")].relative_path = "../../secret"
     path = checkpoint(tmp_path / "b", entry={}, metadata=table)
     assert "points outside its folder, to '../../secret'" in attempt(path)
+
+
+def test_entries_that_would_be_unpacked_first_are_refused(tmp_path: Path) -> None:
+    """What is checked must be what torch reads, which unpacks where the table says so."""
+    table = FileSystemReader(checkpoint(tmp_path / "a", entry=[1])).read_metadata()
+    table.storage_data[MetadataIndex("object/shard_0_1")].transform_descriptors = ["stream.zstd/1"]
+    path = checkpoint(tmp_path / "b", entry=[1], metadata=table)
+    assert "wants to use stream.zstd/1 on __0_0.distcp" in attempt(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(b"parent", b"S'/etc'"), (b"sent", b"I1"), (b"__doc__", b"I1")]
+)
+def test_classes_cannot_be_changed(name: bytes, value: bytes, tmp_path: Path) -> None:
+    """A pickle's BUILD sets attributes of whatever it is given, also of an allowed class."""
+    before = dict(vars(PosixPath))
+    harm = b"cpathlib\nPosixPath\n(N(dS'" + name + b"'\n" + value + b"\nstb."
+    (tmp_path / safe.METADATA).write_bytes(harm)
+    with pytest.raises(CheckpointError, match="wants to use PosixPath in another form"):
+        safe.read_metadata(tmp_path)
+    assert dict(vars(PosixPath)) == before
+    assert (tmp_path / "a").parent == tmp_path
 
 
 @pytest.mark.parametrize("content", [b"", b"noise", pickle.dumps([1]), pickle.dumps(Metadata({}))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,3 +87,23 @@ def test_the_next_stage_may_blend_otherwise_but_not_read_other_documents(
     for wrong in (stream(second), stream(first, seed=2), stream(first, held_out=0.2)):
         with pytest.raises(DataError, match="the data of the next stage"):
             check_next_blend(saved, wrong)
+
+
+def test_a_source_comes_back_with_the_documents_that_it_had(folders: tuple[Path, Path]) -> None:
+    first, second = folders
+
+    def stage(saved: dict[str, Any] | None, now: TokenStream, position: int) -> dict[str, Any]:
+        if saved is not None:
+            go_on_with(saved, now, other_blend=check_next_blend(saved, now))
+        kept: dict[str, Any] = json.loads(json.dumps(remember(now, position)))
+        return kept
+
+    both = stage(None, stream(first, second), 100)
+    one = stage(both, stream(first), 200)
+    again = stream(first)
+    go_on_with(one, again, other_blend=False)  # a resume in between
+    one = remember(again, 250)
+    assert list(one["left"]) == ["content of source s1"]
+    with pytest.raises(DataError, match="content of source s1: was 40 documents"):
+        stage(one, stream(first, first), 300)
+    assert stage(one, stream(first, second), 300)["left"] == {}

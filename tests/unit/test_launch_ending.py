@@ -22,8 +22,15 @@ def end(folder: Path, code: int | None, reason: str = "x", *, step: int = 0) -> 
         (folder / "checkpoints" / "latest").write_text(f"step_{step:08d}\n")
 
 
-def look(folder: Path, *, asked: bool = False, resume: bool = False, launch: str = "a") -> Verdict:
-    return judge(folder, launch=launch, asked=asked, resume=resume, limit=2)
+def look(
+    folder: Path,
+    *,
+    asked: bool = False,
+    resume: bool = False,
+    launch: str = "a",
+    host: str = "",
+) -> Verdict:
+    return judge(folder, launch=launch, asked=asked, resume=resume, limit=2, host=host)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +62,18 @@ def test_a_launcher_that_was_told_to_stop_starts_nothing(tmp_path: Path) -> None
     verdict = look(tmp_path, asked=True)
     assert (verdict.again, verdict.code) == (False, 1)
     assert "told to stop" in verdict.why
+
+
+def test_nor_does_it_start_a_next_stage_then(tmp_path: Path) -> None:
+    end(tmp_path, 10, "next_stage", step=5)
+    assert not look(tmp_path, asked=True).again
+    assert look(tmp_path, asked=True, resume=True).again, "a job goes on in its next slice of time"
+
+
+def test_launchers_of_many_hosts_do_not_count_each_other(tmp_path: Path) -> None:
+    for step in (5, 10):
+        end(tmp_path, 10, "next_stage", step=step)
+        assert all(look(tmp_path, host=f"host{number}").again for number in range(5))
 
 
 def test_two_restarts_without_a_checkpoint_end_it_and_progress_starts_anew(tmp_path: Path) -> None:
