@@ -117,7 +117,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         [
             "data.sources=[]: nothing to read (data=demo or data=sample",
             "optim.warmup_tokens=1000000000: must be less than train.steps x train.batch_tokens = "
-            "73728",
+            "61440",
         ],
     ),
     "experts": (

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def test_a_second_interrupt_ends_at_once_and_leaves_no_ending(
     folder = tmp_path / "run"
     run = launch(launcher, folder, before="tests.support.incidents:slow:30")
     run.signal_when(lambda: (folder / "metrics.jsonl").exists(), signal.SIGINT)
+    time.sleep(0.5)  # two that wait at once are one
     run.signal_when(lambda: True, signal.SIGINT)
     assert run.wait() != 0
     assert "KeyboardInterrupt" in run.text
