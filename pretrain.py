@@ -72,7 +72,3 @@ def sweep(words: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
-elif __name__ == "__mp_main__":  # a helper of asynchronous saving, which must not outlive the run
-    from megatron_ext.checkpoint.orphan import end_with_parent
-
-    end_with_parent()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -26,8 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint import paths, rng, state
 from megatron_ext.checkpoint.checksums import Entry
-from megatron_ext.checkpoint.orphan import helpers_shielded
-from megatron_ext.checkpoint.writing import report, with_checksums
+from megatron_ext.checkpoint.writing import Report, shielded, with_checksums, without_helper
 from megatron_ext.errors import CheckpointError
 
 T = TypeVar("T")
@@ -35,8 +33,6 @@ T = TypeVar("T")
 
 class Checkpointer:
     """Saves the state of a run into one folder. Every method is collective over all ranks.
-
-    The scripts that use it need `if __name__ == "__main__":`, since a writer process is spawned.
 
     Args:
         folder: the folder of checkpoints, `<run folder>/checkpoints`, seen by every host. Made when
@@ -66,7 +62,7 @@ class Checkpointer:
         self._keep_every = keep_every
         self._pending: int | None = None
         self._temporary = folder
-        self._report: Connection | None = None
+        self._report: Report | None = None
         self._saved: int | None = None
         self._begun = 0.0
         #: How long the last save took from its call until `latest` named it, in seconds.
@@ -131,23 +127,23 @@ class Checkpointer:
         }
         self._pending = step
         try:
-            with helpers_shielded():
-                request = dist_checkpointing.save(
-                    content,
-                    str(self._temporary),
-                    self._strategy,
-                    # Gathers a description of every tensor from every rank: once a run is enough.
-                    validate_access_integrity=self._saved is None,
-                    # Always in a forked writer, waited for below if need be: where torch fails to
-                    # write in the training process, that process crashes at its next collection.
-                    async_sharded_save=True,
-                    async_strategy="mcore",
-                )
+            without_helper()
+            request = dist_checkpointing.save(
+                content,
+                str(self._temporary),
+                self._strategy,
+                # Gathers a description of every tensor from every rank: once a run is enough.
+                validate_access_integrity=self._saved is None,
+                # Always in a forked writer, waited for below if need be: where torch fails to
+                # write in the training process, that process crashes at its next collection.
+                async_sharded_save=True,
+                async_strategy="mcore",
+            )
         except (CheckpointException, CheckpointingException, OSError) as error:
             self._fail(error)
         request, self._report = with_checksums(request)
         request.add_finalize_fn(partial(self._publish, step))
-        with helpers_shielded():  # the writer is forked here
+        with shielded():  # the writer is forked here
             self._queue.schedule_async_request(request)
         if not self._asynchronous:
             self._finish(blocking=True)
@@ -179,13 +175,11 @@ class Checkpointer:
             self._fail(error)
 
     def _publish(self, step: int) -> None:
-        parts: list[dict[str, Entry] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, report(self._report))
-        silent = [rank for rank, part in enumerate(parts) if part is None]
-        if silent:  # on all ranks alike
-            raise OSError(f"the writer of rank {silent[0]} died")
+        assert self._report is not None
+        parts: list[dict[str, Entry]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, self._report.entries)
         self._pending = None
-        written = {name: entry for part in parts if part for name, entry in part.items()}
+        written = {name: entry for part in parts for name, entry in part.items()}
         self._on_rank_0(
             lambda: paths.publish(self._temporary, step, written),
             f"step {step}: cannot be completed",

@@ -1,13 +1,26 @@
-"""The background writer of one rank: its file of tensors, and what that file should be."""
+"""The background writer of one rank: its file of tensors, what that file should be, and how the
+training process hears of it.
+
+megatron-core hands on what writers did through a helper process a rank (a `Manager`), which imports
+torch when the first result comes: 0.5 GB, and minutes on a busy host, in which the writer waits for
+its answer and the run for the writer. Here the writer leaves it in a file without a name, which the
+training process reads when the writer has ended: nobody waits for anybody else.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import signal
+import tempfile
+from collections.abc import Iterator
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
@@ -18,40 +31,86 @@ from torch.distributed.checkpoint.filesystem import (
 from megatron_ext.checkpoint.checksums import ChecksumStream, Entry
 
 
-def with_checksums(request: AsyncRequest) -> tuple[AsyncRequest, Connection | None]:
+class Report:
+    """What a writer leaves to its training process.
+
+    Attributes:
+        entries: of what it wrote, by name of file.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        # Not a pipe: that would fill up, since it is read when the writer has ended.
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+
+    def leave(self, entries: dict[str, Entry], outcome: object) -> None:
+        """Called in the writer, at its end."""
+        pickle.dump((entries, outcome), self._file)
+        self._file.flush()
+
+    def take(self, results: SimpleQueue[object]) -> None:
+        """Called in the training process, when the writer has ended; hands the outcome on."""
+        outcome: object
+        with self._file as file:
+            file.seek(0)
+            try:
+                self.entries, outcome = pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):
+                outcome = RuntimeError("it died")
+        results.put(outcome)
+
+
+def without_helper() -> None:
+    """Let megatron-core keep results in this process, before it starts a helper for them."""
+    filesystem_async._results_queue = SimpleQueue()
+
+
+def with_checksums(request: AsyncRequest) -> tuple[AsyncRequest, Report]:
     """Let the writer of a save take checksums of what it writes.
 
     Args:
         request: what megatron-core made of a save; its writer is replaced by ours.
 
     Returns:
-        The request to schedule, and where `report` finds the entries; None where this rank has
-        nothing to write.
+        The request to schedule, and the report, which is there when the request is finalised; it
+        has no entries where this rank has nothing to write.
     """
+    report = Report()
     if request.async_fn is None:
-        return request, None
-    receive, send = Pipe(duplex=False)
-    return request._replace(async_fn=partial(_write, send)), receive
+        return request, report
+    take = partial(report.take, request.async_fn_args[2])
+    request = request._replace(
+        async_fn=partial(_write, report), finalize_fns=[take, *request.finalize_fns]
+    )
+    return request, report
 
 
-def report(connection: Connection | None) -> dict[str, Entry] | None:
-    """What the writer wrote, by name of file; None when it died before it could say. Call it when
-    the writer has ended."""
-    if connection is None:
-        return {}
-    with connection:
-        return dict(connection.recv()) if connection.poll() else None
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """A process forked here never sees the signals that ask a run to stop.
+
+    SLURM and torchrun signal every process of a job, and the writer would note them and go on, or
+    raise at the second Ctrl-C. What is blocked here stays blocked in it; this process gets what
+    came meanwhile at the end of the block.
+    """
+    blocked = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _write(
-    send: Connection, rank: int, buckets: list[tuple[Any, str, tuple[Any, Any]]], results: Any
+    report: Report, rank: int, buckets: list[tuple[Any, str, tuple[Any, Any]]], results: object
 ) -> None:
     """Write one file a bucket as torch's writer does, in a forked process.
 
     Args:
+        report: gets the places of all items by number of the bucket, or an exception.
         rank: of this process.
         buckets: (path, name, (objects, tensors)), the last two as (item, data).
-        results: a queue; gets the places of all items by number of the bucket, or an exception.
+        results: of the training process, out of reach here.
     """
     outcome: dict[int, list[Any]] | RuntimeError
     places: dict[int, list[Any]] = {}
@@ -77,5 +136,4 @@ def _write(
         outcome = places
     except Exception as error:  # Whatever it is, the training process has to hear of it.
         outcome = RuntimeError(f"{type(error).__name__}: {error}")
-    send.send(entries)
-    results.put(outcome)
+    report.leave(entries, outcome)

@@ -367,8 +367,8 @@ def crash(folder: Path, results: dict[str, Any]) -> None:
         setup.step(2)
         writer = setup.writer(folder / "crash", asynchronous=True)
         writer.save(2, setup.chunks, setup.optimizer, {"tokens": 128})
-        (results["helper"],) = [
-            p.pid for p in multiprocessing.active_children() if "Manager" in p.name
+        results["helpers"] = [
+            p.name for p in multiprocessing.active_children() if "Manager" in p.name
         ]
         (folder / "crash.json").write_text(json.dumps(results))
         os._exit(9)

@@ -21,8 +21,6 @@ from typing import Any, Self
 
 import psutil
 
-from megatron_ext.checkpoint.orphan import end_with_parent
-
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_SILENT": "true"}
 PAUSE = 0.01
@@ -221,7 +219,5 @@ def _become(what: dict[str, Any]) -> None:
     sys.argv = ["pretrain.py", *what["words"]]
 
 
-if __name__ == "__mp_main__":
-    end_with_parent()  # as in pretrain.py: killed runs would leave helpers of 0.5 GB each
 if __name__ == "__main__":
     _serve()

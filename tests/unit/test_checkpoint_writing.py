@@ -1,0 +1,37 @@
+"""What a writer leaves to its training process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from queue import SimpleQueue
+
+from megatron_ext.checkpoint.checksums import Entry
+from megatron_ext.checkpoint.writing import Report
+
+
+def test_a_long_report_of_a_writer_that_has_ended_is_read() -> None:
+    report, results = Report(), SimpleQueue[object]()
+    entries, outcome = {"a": Entry(1, 2)}, {0: ["x" * 1_000_000]}  # more than a pipe holds
+    writer = multiprocessing.get_context("fork").Process(
+        target=report.leave, args=(entries, outcome)
+    )
+    writer.start()
+    writer.join(timeout=30)
+    assert writer.exitcode == 0
+    report.take(results)
+    assert report.entries == entries
+    assert results.get_nowait() == outcome
+
+
+def test_a_writer_that_was_killed_is_an_error() -> None:
+    report, results = Report(), SimpleQueue[object]()
+    writer = multiprocessing.get_context("fork").Process(
+        target=lambda: os.kill(os.getpid(), signal.SIGKILL)
+    )
+    writer.start()
+    writer.join(timeout=30)
+    report.take(results)
+    assert report.entries == {}
+    assert str(results.get_nowait()) == "it died"
