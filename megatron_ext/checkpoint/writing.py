@@ -41,7 +41,7 @@ class Report:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         # Not a pipe: that would fill up, since it is read when the writer has ended.
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `take`)
 
     def leave(self, entries: dict[str, Entry], outcome: object) -> None:
         """Called in the writer, at its end."""

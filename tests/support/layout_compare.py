@@ -38,7 +38,7 @@ def launch(folder: Path, cases: Sequence[str], *, ranks: int, on_gpu: bool = Fal
     Args:
         on_gpu: ranks beyond the number of GPUs share them.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.layout_main"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.layout_worker"]
     done = subprocess.run(
         [*command, str(folder), str(ranks), *cases],
         cwd=ROOT,

@@ -1,6 +1,6 @@
 """Trains a few steps in one layout after the other and writes down everything, whole.
 
-    python -m tests.support.layout_main FOLDER RANKS CASE[:FAULT] ...
+    python -m tests.support.layout_worker FOLDER RANKS CASE[:FAULT] ...
 
 Ranks are forked for each case anew: groups of earlier cases would keep threads, which slow down
 later ones threefold, no seeded fault outlives its case, and the slow imports are done once.
@@ -19,7 +19,6 @@ import re
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,22 +218,17 @@ def main() -> None:
 
 
 def fork_rank(folder: Path, case: str, extra: list[str], rank: int, ranks: int, port: int) -> int:
-    """Start one rank of a case; returns its process."""
+    """Start one rank of a case; returns its process. An error ends that as it ends any program."""
     if pid := os.fork():
         return pid
-    code = 1
-    try:
-        if ranks > 1:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
-            place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ |= {name: str(value) for name, value in place.items()}
-            if 0 < torch.cuda.device_count() < ranks:
-                os.environ |= {**SHARED_GPU, "NCCL_HOSTID": f"rank-{rank}"}
-        run_rank(folder, case, extra)
-        code = 0
-    except Exception:
-        traceback.print_exc()
-    sys.exit(code)  # not os._exit: what a save has started ends with the interpreter
+    if ranks > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+        place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in place.items()}
+        if 0 < torch.cuda.device_count() < ranks:
+            os.environ |= {**SHARED_GPU, "NCCL_HOSTID": f"rank-{rank}"}
+    run_rank(folder, case, extra)
+    sys.exit(0)
 
 
 def run_rank(folder: Path, case: str, extra: list[str]) -> None:
@@ -382,3 +376,7 @@ def whole(state: TrainState, value: Callable[[Any], Tensor]) -> dict[str, Tensor
 
 def difference(after: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: after[key] - before[key] for key in after}
+
+
+if __name__ == "__main__":
+    main()

@@ -38,7 +38,7 @@ def fused_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     product = grouped_mm()
     if product is None:
         raise RuntimeError("fused_linear: this torch has no grouped_mm")
-    out: Tensor = _DenseGradient.apply(  # type: ignore[no-untyped-call]
+    out: Tensor = _DenseGradient.apply(  # type: ignore[no-untyped-call]  # torch's own lacks types
         product(x, weight.transpose(-2, -1), offs=ends)
     )
     return out

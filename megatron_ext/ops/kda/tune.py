@@ -148,7 +148,7 @@ def tuners() -> list[Any]:
     """Every autotuner of the operators that are tuned here; without variants that are too wide."""
     import fla.modules.convolution
     import fla.ops.attnres
-    import fla.ops.kda  # noqa: F401
+    import fla.ops.kda  # noqa: F401 (its autotuners are looked up below)
     from fla.ops.utils.cache import CachedAutotuner
 
     # By type: asking a dead weak reference what it is an instance of raises.
