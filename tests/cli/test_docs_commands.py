@@ -18,7 +18,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,12 +55,6 @@ def runnable(page: Path) -> bool:
     return any(
         language == "bash" and reason in ("", "fails") for language, reason, *_ in blocks(page)
     )
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with Launcher() as server:
-        yield server
 
 
 class Shell:

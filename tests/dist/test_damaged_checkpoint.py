@@ -19,12 +19,6 @@ SHARD = "__0_0.distcp"
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with Launcher() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def whole(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, with the checkpoints of steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("whole") / "run"

@@ -35,12 +35,6 @@ GOLDEN: dict[str, list[float]] = {
 HELD_OUT: dict[str, float] = {"experts": 4.909272, "gated_dense": 4.845540}
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with Launcher() as server:
-        yield server
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_the_golden_ones_and_fall(
     case: str, launcher: Launcher, tmp_path: Path

@@ -47,12 +47,6 @@ OTHER_LAYOUT = 1e-5
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with Launcher() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     run = launch(launcher, [*COMMAND, f"run.dir={folder}"])

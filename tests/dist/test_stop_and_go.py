@@ -22,12 +22,6 @@ SLOW = "tests.support.incidents:slow:0.05"
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with Launcher() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     run = launch(launcher, folder)
