@@ -105,12 +105,10 @@ def is_this_host(host: str, address: str | None) -> bool:
     return bool(theirs & ours)
 
 
-def rank_environment(environment: Mapping[str, str], *, ranks: int, launch: str) -> dict[str, str]:
+def rank_environment(environment: Mapping[str, str], *, launch: str) -> dict[str, str]:
     """What the ranks of a host are started with beside our own environment."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        # torchrun sets 1 and warns, however many cores there are.
-        "OMP_NUM_THREADS": str(max(1, (cores or 1) // ranks)),
+        "OMP_NUM_THREADS": "1",  # as torchrun does, but it warns
         **environment,
         "MEGATRON_EXT_LAUNCH": launch,
     }

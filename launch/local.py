@@ -115,7 +115,7 @@ class Launcher:
             str(options.host).partition(":")[0], options.address
         )
         alone = self._ranks == 1 and options.nodes == 1
-        environment = rank_environment(os.environ, ranks=self._ranks, launch=self._launch)
+        environment = rank_environment(os.environ, launch=self._launch)
         for number in SIGNALS:
             signal.signal(number, self._note)
         while True:
