@@ -48,6 +48,7 @@ class AttentionBackend(Enum):
 
 
 class RouterMatmul(Enum):
+    auto = "auto"  # bf16 for a bf16 model, whose products are exact in float32, else fp32
     fp32 = "fp32"
     tf32 = "tf32"
     bf16 = "bf16"
@@ -147,7 +148,9 @@ class ExpertOptions:
     )
     scaling: float = option(1.0, "Factor on the renormalised weights")
     router_matmul: RouterMatmul = option(
-        RouterMatmul.fp32, "Precision of the router's matrix product; its output is float32"
+        RouterMatmul.auto,
+        "Precision of the router's matrix product, its output is float32; auto: bf16 for a bf16 "
+        "model, where it cuts nothing, else fp32",
     )
     dispatcher: Dispatcher = option(Dispatcher.alltoall, "How tokens reach the ranks of experts")
     backend: ExpertBackend = option(ExpertBackend.auto, "Matrix products of the experts")

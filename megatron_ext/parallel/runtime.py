@@ -17,7 +17,7 @@ from megatron_ext.config.schema import Device, Precision, RunOptions
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops.kda import tuned
 from megatron_ext.parallel import cpu_support
-from megatron_ext.parallel.environment import Environment, read_environment
+from megatron_ext.parallel.environment import read_environment
 
 
 @dataclass(frozen=True)

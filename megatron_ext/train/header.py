@@ -106,4 +106,4 @@ def damaged_text(found: Found) -> str:
 def _hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads a rank"
+    return f"CPU, {torch.get_num_threads()} thread(s) a rank"

@@ -160,7 +160,12 @@ def test_the_mixture_in_bfloat16_follows_float64(groups, dispatcher, backend):
 # float32 sums of 256 exact products; TF32 cuts the upstream gradient to 10 bits, bf16 to 7.
 @pytest.mark.parametrize(
     ("precision", "backward"),
-    [(RouterMatmul.fp32, 1e-6), (RouterMatmul.tf32, 1e-3), (RouterMatmul.bf16, 5e-3)],
+    [
+        (RouterMatmul.fp32, 1e-6),
+        (RouterMatmul.tf32, 1e-3),
+        (RouterMatmul.bf16, 5e-3),
+        (RouterMatmul.auto, 5e-3),
+    ],
 )
 def test_the_router_product_keeps_float32_sums(precision, backward):
     torch.manual_seed(0)

@@ -199,6 +199,10 @@ def test_router_logits_are_float32_in_every_precision(precision):
     if precision is RouterMatmul.bf16:
         cut = router_logits_reference(x.bfloat16(), weight.bfloat16())
         torch.testing.assert_close(ours, cut, rtol=1e-6, atol=1e-5)
+    if precision is RouterMatmul.auto:  # nothing is cut of a bf16 model
+        given = (x.bfloat16(), weight.bfloat16())
+        ours = router_logits(*given, precision=precision)
+        torch.testing.assert_close(ours, router_logits_reference(*given), rtol=1e-6, atol=1e-5)
     wide = (x.double().requires_grad_(), weight.double().requires_grad_())
     assert torch.autograd.gradcheck(lambda *a: router_logits(*a, precision=precision), wide)
 

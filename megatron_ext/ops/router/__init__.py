@@ -19,7 +19,8 @@ def router_logits(x: Tensor, weight: Tensor, *, precision: RouterMatmul) -> Tens
         weight: [E, h], any floating dtype.
         precision: ``fp32``: true float32, also where the run allows TensorFloat-32. ``tf32``:
             operands cut to 10 bits of mantissa on GPUs that can. ``bf16``: operands cut to 7 bits.
-            Sums are float32 in all of them.
+            ``auto``: ``bf16`` where x and weight are bfloat16, so that only the gradient of the
+            logits is cut; else ``fp32``. Sums are float32 in all of them.
 
     Returns:
         [T, E] float32, or float64 for float64 input, which is never cut.
