@@ -87,6 +87,12 @@ def stage_layers(parallel: ParallelOptions, num_layers: int) -> list[list[list[i
     return [chunks[rank :: parallel.pipeline] for rank in range(parallel.pipeline)]
 
 
+def row_length(config: RunConfig) -> int:
+    """Tokens of a row: a sequence, or with isolated documents all those of a micro-batch."""
+    sequences = config.train.micro_batch_size if config.data.isolate_documents else 1
+    return config.data.sequence_length * sequences
+
+
 def model_parallel_size(parallel: ParallelOptions) -> int:
     """Ranks that hold one copy of the model: tensor x pipeline x context."""
     return parallel.tensor * parallel.pipeline * parallel.context

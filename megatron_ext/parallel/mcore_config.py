@@ -62,7 +62,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         # numbers
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        pipeline_dtype=torch.float32 if config.residual.fp32 else dtype,
+        pipeline_dtype=pipeline_dtype(config),
         autocast_dtype=dtype,
         calculate_per_token_loss=True,
         perform_initialization=False,
@@ -121,6 +121,11 @@ def optimizer_config(config: RunConfig) -> OptimizerConfig:
 def parameter_dtype(config: RunConfig) -> torch.dtype:
     """The dtype of weights and activations; parameters that stay float32 choose it themselves."""
     return torch.bfloat16 if config.run.precision is Precision.bf16 else torch.float32
+
+
+def pipeline_dtype(config: RunConfig) -> torch.dtype:
+    """The dtype of what stages send each other, and of the gradients that come back."""
+    return torch.float32 if config.residual.fp32 else parameter_dtype(config)
 
 
 def pipeline_layout(config: RunConfig) -> list[list[str]] | None:

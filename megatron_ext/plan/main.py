@@ -10,11 +10,10 @@ from megatron_ext.config.stages import stage_config, stage_names
 from megatron_ext.data.tokenizers import load_tokenizer
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.runtime import quiet
+from megatron_ext.plan.numbers import human
 
 if TYPE_CHECKING:
     from megatron_ext.model.count import Counts
-
-UNITS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def plan(config: RunConfig) -> int:
@@ -46,6 +45,7 @@ def plan_one(config: RunConfig) -> int:
     # megatron-core comes after `quiet`, which hides what it says on import.
     from megatron_ext.model.count import count_parameters, count_stages, flops_per_token
     from megatron_ext.parallel.mesh import describe, fewest_ranks, misfits
+    from megatron_ext.plan.hops import hops_table
 
     parallel = config.parallel
     world_size = config.plan.world_size or fewest_ranks(parallel)
@@ -66,6 +66,7 @@ def plan_one(config: RunConfig) -> int:
         *filter(None, [draw_experts(config, world_size)]),
         parameters_table(counts),
         stages_table(count_stages(config, vocab_size), tensor=parallel.tensor),
+        *filter(None, [hops_table(config)]),
         work_table(config, world_size=world_size, flops=flops),
     ]
     print("\n\n".join(sections), flush=True)
@@ -137,12 +138,3 @@ def work_table(config: RunConfig, *, world_size: int, flops: float) -> str:
         share = idle / (micro_batches * parallel.virtual_pipeline + idle)
         rows.append(("idle in the pipeline", f"{share:.1%}  of a step, if all chunks were equal"))
     return "\n".join(["work", *(f"  {name:<24}{text}" for name, text in rows)])
-
-
-def human(value: float, *, unit: str = "", digits: int = 4) -> str:
-    """Some digits and a unit of a thousand: 443.7 M, 2.78 T. FLOPs take G for a billion."""
-    for size, letter in UNITS:
-        if value >= size:
-            letter = "G" if unit and letter == "B" else letter
-            return f"{value / size:.{digits}g} {letter}{unit}"
-    return f"{value:.{digits}g} {unit}".rstrip()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.checkpoint.state import unwrap
-from megatron_ext.config.layout import stage_layers
+from megatron_ext.config.layout import row_length, stage_layers
 from megatron_ext.layers.gated_mla import GatedMLA
 from megatron_ext.layers.kda import KimiDeltaAttention
 from megatron_ext.ops.kda.health import (
@@ -23,7 +23,7 @@ from megatron_ext.ops.kda.health import (
     layer_health,
 )
 from megatron_ext.train.state import TrainState
-from megatron_ext.train.step import row_length, sharing
+from megatron_ext.train.step import sharing
 
 
 class HealthWatch:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-from megatron_ext.config.layout import sequence_parallel
-from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.layout import row_length, sequence_parallel
 from megatron_ext.data.batches import MicroBatch, micro_batches
 from megatron_ext.data.statistics import batch_statistics, bucket_starts
 from megatron_ext.errors import TrainingHalted
@@ -222,12 +221,6 @@ def sharing(state: TrainState) -> Share:
     """How the ranks of the layout share rows of tokens out."""
     sequence = sequence_parallel(state.config.parallel)
     return Share(context=state.mesh.cp, tensor=state.mesh.tp if sequence else None)
-
-
-def row_length(config: RunConfig) -> int:
-    """Tokens of a row: a sequence, or with isolated documents all those of a micro-batch."""
-    sequences = config.train.micro_batch_size if config.data.isolate_documents else 1
-    return config.data.sequence_length * sequences
 
 
 def forward(

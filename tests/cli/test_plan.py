@@ -10,6 +10,8 @@ import pytest
 
 from megatron_ext.config.compose import compose
 from megatron_ext.plan import main as planning
+from megatron_ext.plan.hops import hop_bytes, hops_table, sent_by, source_tokens
+from megatron_ext.plan.numbers import human
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -73,6 +75,38 @@ def test_the_default_is_the_fewest_ranks_of_the_layout(capsys: pytest.CaptureFix
     assert "idle in the pipeline" in text
 
 
+def test_bytes_of_every_hop_are_told_for_each_way_to_send_sources() -> None:
+    k3 = ["model=k3", "residual=block", "run.precision=bf16", "parallel.pipeline=8"]
+    source = 8192 * 7168 * 2
+    assert hop_bytes(compose(k3)) == [slots * source for slots in (2, 3, 4, 5, 6, 7, 8)]
+    text = hops_table(compose(k3))
+    assert "one source            117.4 MB  8,192 tokens x 7,168 bfloat16" in text
+    assert "plain residual        822.1 MB  7 hops of 1 source\n" in text
+    assert "all sources            4.11 GB  7 hops of 2 3 4 5 6 7 8 sources" in text
+    assert "cached" not in text
+    interleaved = [*k3, "parallel.virtual_pipeline=4"]
+    text = hops_table(compose(interleaved))
+    assert "all sources           32.77 GB  31 hops of 9 sources\n" in text
+    assert "cached sources        10.92 GB  31 hops of 3 sources  in use" in text
+    text = hops_table(compose([*interleaved, "residual.cache_sources=false"]))
+    assert "31 hops of 9 sources  in use" in text
+    assert hops_table(compose(["model=k3", "residual=block"])) == ""
+    # An inner stage sends sources onward and gradients back.
+    assert sent_by(compose(k3), stage=1, micro_batches=1) == [2 * source, 3 * source]
+
+
+def test_a_hop_has_the_tokens_of_one_rank_with_their_padding() -> None:
+    words = ["data=sample", "data.sequence_length=27", "train.batch_tokens=216"]
+    words += ["train.micro_batch_size=2", "parallel.pipeline=2"]
+    assert source_tokens(compose(words)) == 54
+    split = [*words, "parallel.context=2", "parallel.tensor=2"]
+    assert source_tokens(compose(split)) == 2 * 28 // 4
+    assert source_tokens(compose([*split, "data.isolate_documents=true"])) == 56 // 4
+    whole = compose([*split, "parallel.sequence=false", "residual=block", "residual.fp32=true"])
+    assert source_tokens(whole) == 2 * 28 // 2
+    assert hop_bytes(whole) == [28 * 128 * 4 * 2]
+
+
 def test_a_world_size_that_does_not_fit_is_a_configuration_error(tmp_path: Path) -> None:
     done = start("model=nano", "parallel.tensor=2", "plan.world_size=3", cwd=tmp_path)
     assert done.returncode == 20
@@ -93,4 +127,4 @@ def test_a_world_size_that_does_not_fit_is_a_configuration_error(tmp_path: Path)
     ],
 )
 def test_numbers_read_with_four_digits_and_their_unit(value: float, unit: str, text: str) -> None:
-    assert planning.human(value, unit=unit) == text
+    assert human(value, unit=unit) == text

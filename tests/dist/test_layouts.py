@@ -132,6 +132,14 @@ def test_every_layout_equals_one_rank(folder: Path, capsys: pytest.CaptureFixtur
     assert not different, "\n" + table({case: rows[case] for case in different})
 
 
+@pytest.mark.parametrize("case", [case for case in (*TWO, *FOUR) if "pp" in case])
+def test_stages_send_the_bytes_that_a_plan_counts(folder: Path, case: str) -> None:
+    ranks = read(folder, case)["sent"]
+    assert all(sent for sent, _ in ranks), "nothing was measured"
+    for rank, (sent, planned) in enumerate(ranks):
+        assert sent == planned, f"rank {rank}"
+
+
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_seeded_fault_is_seen(folder: Path, case: str) -> None:
     row = compare(folder, case.split(":")[0]) | compare_faulty(folder, case)

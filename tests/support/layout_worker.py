@@ -19,13 +19,15 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from megatron_ext.checkpoint.load import load
 from megatron_ext.checkpoint.save import Checkpointer
@@ -34,11 +36,12 @@ from megatron_ext.config.compose import compose
 from megatron_ext.data.batches import MicroBatch
 from megatron_ext.model.init import named_shards
 from megatron_ext.parallel import runtime
+from megatron_ext.plan.hops import sent_by
 from megatron_ext.train import share
 from megatron_ext.train.evaluate import held_out_loss
 from megatron_ext.train.health import HealthWatch
 from megatron_ext.train.state import TrainState, build_state, gather_parameters
-from megatron_ext.train.step import train_step
+from megatron_ext.train.step import micro_batch_count, train_step
 from tests.support.faults import FAULTS
 from tests.support.routing import PAD, Replay
 
@@ -273,9 +276,10 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
         if number == 0:
             watch = HealthWatch(state)
             watch.begin()
-        with replay(f"step_{number}", batch):
+        with replay(f"step_{number}", batch), messages(state) as sizes:
             values = train_step(state)
         if number == 0:
+            record["sent"] = sent_and_planned(state, sizes)
             record["health"] = {health.layer: health for health in watch.end()}
         replay.biases(f"step_{number}")
         record["loss"].append(values["loss"])
@@ -301,6 +305,39 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
         record["resumed_update"] = difference(whole(state, main_weight), begin)
     replay.close()
     return record
+
+
+@contextmanager
+def messages(state: TrainState) -> Iterator[list[int]]:
+    """Bytes of everything that this rank sends to other pipeline stages meanwhile."""
+    real, sizes, within = distributed_c10d.isend, [], []
+    # With two stages megatron-core takes the group of all ranks for one of the directions.
+    groups = (state.mesh.pp, dist.group.WORLD)
+
+    def isend(tensor: Tensor, *args: Any, group: Any = None, **rest: Any) -> Any:
+        if not within and group in groups:
+            sizes.append(tensor.numel() * tensor.element_size())
+        within.append(group)  # torch calls the function by its name again, within itself
+        try:
+            return real(tensor, *args, group=group, **rest)
+        finally:
+            within.pop()
+
+    # Batches of messages check that they are given the function of the inner module.
+    dist.isend = distributed_c10d.isend = isend
+    try:
+        yield sizes
+    finally:
+        dist.isend = distributed_c10d.isend = real
+
+
+def sent_and_planned(state: TrainState, sizes: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Sizes of messages of every rank, each as measured and as `plan` counts them."""
+    stage, count = int(state.mesh.pp.rank()), micro_batch_count(state)
+    planned = sent_by(state.config, stage=stage, micro_batches=count)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (sorted(sizes), planned))
+    return gathered
 
 
 def model_of(name: str) -> str:
