@@ -70,6 +70,11 @@ class SdpaAttention(nn.Module):
         )
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        value_width = v.shape[-1]
+        if not q.is_cuda:
+            # torch's fused kernel for CPUs wants one width; without it there are [s, s] scores.
+            width = max(q.shape[-1], value_width)
+            q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -77,7 +82,7 @@ class SdpaAttention(nn.Module):
             is_causal=True,
             scale=self.softmax_scale,
         )
-        return o.transpose(1, 2)
+        return o.transpose(1, 2)[..., :value_width]
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
