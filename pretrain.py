@@ -1,4 +1,4 @@
-"""The entry point: compose, validate, then train, plan, evaluate or generate.
+"""The entry point: compose, validate, then train, plan, evaluate, generate or score.
 
 python pretrain.py [group=option] [key=value]
 torchrun --standalone --nproc-per-node N pretrain.py [...]
@@ -25,6 +25,7 @@ COMMANDS = {
     Mode.plan: ("megatron_ext.plan.main", "plan"),
     Mode.evaluate: ("megatron_ext.train.evaluate", "evaluate"),
     Mode.generate: ("megatron_ext.inference.main", "generate"),
+    Mode.score: ("megatron_ext.train.score", "score"),
 }
 
 

@@ -174,9 +174,9 @@ def _pieces(values: Iterable[Any]) -> list[ShardedTensor | ShardedObject]:
 def _adapt_precision(request: dict[str, Any], stored: dict[str, Any]) -> dict[Any, Any]:
     """Ask for what is there when the checkpoint's precision is not the model's.
 
-    A float32 model reads the main weights of a bf16 checkpoint; a bf16 model's main weights read
-    the weights of a float32 checkpoint, in a second pass, which is returned: a tensor can be asked
-    for once only.
+    A float32 or float64 model reads the main weights of a bf16 checkpoint; a bf16 model's main
+    weights read the weights of a float32 checkpoint, in a second pass, which is returned: a tensor
+    can be asked for once only.
     """
     for chunk in request["model"].values():
         for name, value in chunk.items():
@@ -184,7 +184,9 @@ def _adapt_precision(request: dict[str, Any], stored: dict[str, Any]) -> dict[An
                 continue
             wanted = replace(value, key=state.MAIN_WEIGHT + value.key)
             pieces = _pieces([wanted])
-            if value.data.dtype == torch.float32 and all(p.key in stored for p in pieces):
+            if value.data.dtype in (torch.float32, torch.float64) and all(
+                p.key in stored for p in pieces
+            ):
                 chunk[name] = wanted
     later = {}
     for part, entries in request.get("optimizer", {}).items():

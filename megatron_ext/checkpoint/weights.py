@@ -19,7 +19,11 @@ from megatron_ext.model.same import check_same, remember
 
 
 def load_weights(
-    config: RunConfig, chunks: Sequence[nn.Module], mesh: ProcessGroupCollection, *, tokenizer: str
+    config: RunConfig,
+    chunks: Sequence[nn.Module],
+    mesh: ProcessGroupCollection,
+    *,
+    tokenizer: str | None,
 ) -> tuple[Path, dict[str, Any]]:
     """Fill model chunks from `checkpoint.load` if given, else from the run's latest checkpoint.
 
@@ -30,7 +34,7 @@ def load_weights(
         chunks: model chunks of this rank, DDP-wrapped or bare; call it before the optimizer's main
             weights are made, or copy them anew.
         mesh: process groups.
-        tokenizer: fingerprint of the tokenizer in use.
+        tokenizer: fingerprint of the tokenizer in use; None: there is no text.
 
     Returns:
         What was read, and the `extra` values kept with it (`step` and `tokens` at least).

@@ -28,6 +28,8 @@ from megatron_ext.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs"
+# Files and folders, as the user at the command line means them.
+_PATHS = (("checkpoint", "load"), ("score", "tokens"), ("score", "output"), ("score", "routing"))
 
 
 def compose(
@@ -106,8 +108,10 @@ def resolve_paths(config: RunConfig, cwd: Path) -> None:
         for given in sources if isinstance(sources, list) else ():
             if isinstance(given, dict) and isinstance(given.get("path"), str):
                 given["path"] = _source_path(given["path"], cwd)
-    if config.checkpoint.load is not None:
-        config.checkpoint.load = os.path.abspath(cwd / os.path.expanduser(config.checkpoint.load))
+    for section, key in _PATHS:
+        options = getattr(config, section)
+        if getattr(options, key) is not None:
+            setattr(options, key, os.path.abspath(cwd / os.path.expanduser(getattr(options, key))))
 
 
 def _source_path(path: str, cwd: Path) -> str:

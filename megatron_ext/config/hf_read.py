@@ -182,6 +182,10 @@ def _read_experts(reader: _Reader) -> dict[str, Any]:
     norm = reader.take("latent_moe_use_norm", bool, False)
     if norm and latent is None:
         reader.wrong("latent_moe_use_norm", "contradicts the absence of routed_expert_hidden_size")
+    if reader.fields.get("num_experts_per_token") == 1:
+        # The released code leaves the weight of a single expert at its score, whatever
+        # moe_renormalize says; here the weights of a token's experts always sum to the scaling.
+        reader.wrong("num_experts_per_token", "must be 2 or more (one expert's weight differs)")
     values = {
         "model.first_dense_layers": reader.take("first_k_dense_replace", int, 0),
         "model.experts.num_experts": reader.take("num_experts", int),

@@ -87,6 +87,8 @@ def _inexpressible(model: ModelOptions, residual: ResidualOptions) -> list[str]:
         found.append("model.situ_beta, model.situ_linear_beta: a bound on one branch only")
     if residual.kind not in (ResidualKind.block, ResidualKind.standard):
         found.append(f"residual.kind={residual.kind.name}: residuals of this kind")
+    if expert_layers(model) and experts.top_k == 1:
+        found.append("model.experts.top_k=1: a weight of 1, where the release has the score itself")
     if expert_layers(model) and experts.shared_feed_forward_size % experts.feed_forward_size:
         found.append(
             f"model.experts.shared_feed_forward_size={experts.shared_feed_forward_size}: a shared "

@@ -78,3 +78,13 @@ class GenerateOptions:
     max_new_tokens: int = option(128, "Tokens to add", unit="tokens")
     temperature: float = option(0.8, "0 takes the likeliest token")
     top_k: int = option(40, "Sample among the likeliest k; 0: all")
+
+
+@dataclass
+class ScoreOptions:
+    tokens: str | None = option(None, "JSON file with the rows of token ids to score")
+    output: str | None = option(None, "JSON file to write; replaced when there is one")
+    routing: str | None = option(
+        None, "Use the experts in this JSON file, such as an earlier output; default: the model's"
+    )
+    float64: bool = option(False, "Compute in float64; needs run.device=cpu")

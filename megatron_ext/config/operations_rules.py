@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_ext.config.operations import HealthAction
 from megatron_ext.config.problem import Problem
-from megatron_ext.config.schema import Mode, RunConfig
+from megatron_ext.config.schema import Device, Mode, Precision, RunConfig
 
 # What `sbatch --time` takes: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:..[:..]].
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
@@ -118,3 +118,32 @@ def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
                 f"= {shortest} (nearest {shortest})",
                 ("evaluate.lengths", "parallel.context"),
             )
+
+
+def score_problems(config: RunConfig) -> Iterator[Problem]:
+    """Files that are needed and not given, and float64 where there is none."""
+    score = config.score
+    if config.run.mode is not Mode.score:
+        return
+    for key, what in (("tokens", "the rows to score"), ("output", "what to write")):
+        if getattr(score, key) is None:
+            yield Problem(
+                f"score.{key}=null: run.mode=score needs the path of a JSON file, {what}",
+                (f"score.{key}", "run.mode"),
+            )
+    if score.output is not None and score.output == score.tokens:
+        yield Problem(
+            f"score.output={score.output}: is score.tokens too, which it would replace (another "
+            "path)",
+            ("score.output", "score.tokens"),
+        )
+    if score.float64 and config.run.device is not Device.cpu:
+        yield Problem(
+            f"score.float64=true: needs run.device=cpu, got {config.run.device.name}",
+            ("score.float64", "run.device"),
+        )
+    if score.float64 and config.run.precision is not Precision.fp32:
+        yield Problem(
+            f"score.float64=true: needs run.precision=fp32, got {config.run.precision.name}",
+            ("score.float64", "run.precision"),
+        )

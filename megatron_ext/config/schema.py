@@ -34,7 +34,12 @@ from megatron_ext.config.architecture import (
     RouterMatmul,
 )
 from megatron_ext.config.curriculum import CurriculumOptions
-from megatron_ext.config.operations import GenerateOptions, LaunchOptions, ResilienceOptions
+from megatron_ext.config.operations import (
+    GenerateOptions,
+    LaunchOptions,
+    ResilienceOptions,
+    ScoreOptions,
+)
 from megatron_ext.config.option import option
 
 __all__ = [
@@ -75,6 +80,7 @@ __all__ = [
     "RunConfig",
     "RunOptions",
     "Schedule",
+    "ScoreOptions",
     "SourceOptions",
     "TrainOptions",
     "Wandb",
@@ -86,6 +92,7 @@ class Mode(Enum):
     plan = "plan"
     evaluate = "evaluate"
     generate = "generate"
+    score = "score"
 
 
 class Device(Enum):
@@ -273,4 +280,5 @@ class RunConfig:
     resilience: ResilienceOptions = option(ResilienceOptions, "What to do when training goes wrong")
     launch: LaunchOptions = option(LaunchOptions, "How launch/ starts a run")
     generate: GenerateOptions = option(GenerateOptions, "run.mode=generate")
+    score: ScoreOptions = option(ScoreOptions, "run.mode=score")
     plan: PlanOptions = option(PlanOptions, "run.mode=plan")

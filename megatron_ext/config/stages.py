@@ -139,7 +139,7 @@ def _choice(config: RunConfig) -> Iterator[Problem]:
                 f"stage={options.stage}: no such stage (allowed {', '.join(short)}{hint})", keys
             )
         options.stage = name or options.stage
-    elif short and mode in (Mode.evaluate, Mode.generate):
+    elif short and mode in (Mode.evaluate, Mode.generate, Mode.score):
         yield Problem(
             f"run.mode={mode.name}: needs stage=NAME, whose length and layout it takes "
             f"(allowed {', '.join(short)})",

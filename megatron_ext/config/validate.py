@@ -17,6 +17,7 @@ from megatron_ext.config.operations_rules import (
     generate_problems,
     launch_problems,
     resilience_problems,
+    score_problems,
 )
 from megatron_ext.config.problem import Problem
 from megatron_ext.config.ranges import RANGES, divisors, nearest, nearest_multiples
@@ -75,7 +76,13 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
     if not any("parallel.stage_layers" in problem.keys for problem in problems):
         problems += residual_problems(config)
     problems += [*_batch(config, world_size), *_optim(config)]
-    for more in (resilience_problems, launch_problems, generate_problems, evaluation_problems):
+    for more in (
+        resilience_problems,
+        launch_problems,
+        generate_problems,
+        evaluation_problems,
+        score_problems,
+    ):
         problems += more(config)
     return problems
 
@@ -246,7 +253,7 @@ def _parallel(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
 
 def _context(config: RunConfig) -> Iterator[Problem]:
     parallel, model, length = config.parallel, config.model, config.data.sequence_length
-    if parallel.context == 1:
+    if parallel.context == 1 or config.run.mode is Mode.score:  # which pads its rows
         return
     keys = ("parallel.context", "data.sequence_length")
     if config.run.mode is Mode.generate:
@@ -328,6 +335,8 @@ def _data(config: RunConfig) -> Iterator[Problem]:
 
 def _batch(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
     parallel, train, length = config.parallel, config.train, config.data.sequence_length
+    if config.run.mode is Mode.score:  # its rows come from a file, one at a time
+        return
     needed = model_parallel_size(parallel)
     data_parallel = world_size // needed if world_size and world_size % needed == 0 else 1
     parts = {

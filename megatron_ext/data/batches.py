@@ -53,7 +53,7 @@ def part_of_rank(batch: MicroBatch, *, rank: int, ranks: int, multiple: int = 1)
     document of its own, comes after every token, and counts nowhere.
 
     Args:
-        batch: of the whole data rank.
+        batch: of the whole data rank; what it calls padding stays padding.
         rank, ranks: which part of how many.
         multiple: a part's length must divide by it (tensor parallel ranks that share it).
     """
@@ -68,11 +68,12 @@ def part_of_rank(batch: MicroBatch, *, rank: int, ranks: int, multiple: int = 1)
         array = array.reshape(rows, length)
         return np.pad(array, ((0, 0), (0, total - length)), constant_values=fill)[:, own]
 
-    cu_seqlens, padding = batch.cu_seqlens, None
-    if total > length:
-        padding = part(np.zeros(batch.tokens.shape, np.bool_), True)
-        if cu_seqlens is not None:
-            cu_seqlens = np.append(cu_seqlens, total).astype(np.int32)
+    cu_seqlens, padding = batch.cu_seqlens, batch.padding
+    if total > length and cu_seqlens is not None:
+        cu_seqlens = np.append(cu_seqlens, total).astype(np.int32)
+    if total > length or padding is not None:
+        padding = np.zeros(batch.tokens.shape, np.bool_) if padding is None else padding
+        padding = part(padding, True)
     return MicroBatch(
         tokens=part(batch.tokens),
         labels=part(batch.labels),

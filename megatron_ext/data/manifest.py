@@ -32,11 +32,11 @@ class Manifest:
     format: int = FORMAT
 
 
-def write_json(path: Path, content: object) -> None:
+def write_json(path: Path, content: object, *, indent: int | None = 1) -> None:
     """Write atomically and durably: the file is either the old one or the whole new one."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
+        json.dump(content, file, indent=indent)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())

@@ -29,6 +29,9 @@ class RoutingTape:
         places: from the number of a router's forward pass (0, 1, ...) to the places int64 [T] of
             its tokens in the stream. Places from N on are padding, which no expert takes.
         replay: read instead of recording.
+        margins: float64 [N] by layer, filled in either case: how near each token's own choice was
+            to another one, the lowest biased score that it took minus the highest that it did not
+            (infinite where there is no other).
 
     Attributes:
         rerouted: while replaying, tokens that would have gone elsewhere, by layer; on this rank.
@@ -36,10 +39,16 @@ class RoutingTape:
     """
 
     def __init__(
-        self, maps: dict[int, Tensor], *, places: Callable[[int], Tensor], replay: bool
+        self,
+        maps: dict[int, Tensor],
+        *,
+        places: Callable[[int], Tensor],
+        replay: bool,
+        margins: dict[int, Tensor] | None = None,
     ) -> None:
         self.maps = maps
         self.replay = replay
+        self.margins = margins
         self.rerouted: dict[int, int] = {}
         self.margin = 0.0
         self._places = places
@@ -72,6 +81,8 @@ class RoutingTape:
                 waiting.append(places)
         table = self.maps[layer]
         known = places < len(table)
+        if self.margins is not None:
+            self.margins[layer][places[known]] = _margins(router, scores, chosen).cpu()[known]
         if not self.replay:
             table[places[known]] = chosen.cpu()[known]
             return chosen
@@ -84,3 +95,10 @@ class RoutingTape:
             distance = (scores + router.balancer.bias - selection.cutoff.unsqueeze(-1)).abs()
             self.margin = max(self.margin, float((distance * moved).max()))
         return taken
+
+
+def _margins(router: BalancedRouter, scores: Tensor, chosen: Tensor) -> Tensor:
+    """float64 [T]; see `RoutingTape`."""
+    biased = (scores + router.balancer.bias).double()
+    taken = biased.masked_fill(~chosen, torch.inf).amin(1)
+    return taken - biased.masked_fill(chosen, -torch.inf).amax(1)

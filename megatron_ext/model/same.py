@@ -60,13 +60,13 @@ def recall(extra: Mapping[str, Any]) -> RunConfig:
     return from_keys(values)
 
 
-def check_same(extra: Mapping[str, Any], config: RunConfig, *, tokenizer: str) -> None:
+def check_same(extra: Mapping[str, Any], config: RunConfig, *, tokenizer: str | None) -> None:
     """Compare what a checkpoint remembers with the options of now.
 
     Args:
         extra: what the checkpoint holds beside tensors; `model` is what `remember` gave.
         config: of now.
-        tokenizer: fingerprint of the tokenizer in use.
+        tokenizer: fingerprint of the tokenizer in use; None: there is no text.
 
     Raises:
         ConfigError: the model or its tokenizer differs.
@@ -75,7 +75,7 @@ def check_same(extra: Mapping[str, Any], config: RunConfig, *, tokenizer: str) -
     if "model" in extra:
         # Checkpoints of before there was a choice do not say it.
         found = changes({"residual.kind": "standard", **extra["model"]}, remember(config))
-    if extra.get("tokenizer", tokenizer) != tokenizer:
+    if tokenizer is not None and extra.get("tokenizer", tokenizer) != tokenizer:
         found.append(f"data.tokenizer: now {tokenizer}, in the checkpoint {extra['tokenizer']}")
     if found:
         raise ConfigError(

@@ -239,15 +239,42 @@ def forward(
         The chunk's output (losses [b, s] in the last one) and the function that sums them.
     """
     batch = share.part(next(feed))
-    tokens, labels, mask, source, position = (
+    mask, source, position = (
         torch.from_numpy(array).to(device, non_blocking=True)
-        for array in (batch.tokens, batch.labels, batch.loss_mask, batch.source, batch.position)
+        for array in (batch.loss_mask, batch.source, batch.position)
+    )
+    output = token_losses(
+        batch, model, device=device, share=share, loss_chunk_tokens=loss_chunk_tokens
+    )
+    starts = torch.tensor(buckets[1:], dtype=torch.int32, device=device)
+    bucket = torch.bucketize(position, starts, right=True)
+    members = one_hot(source, sources, bucket, len(buckets))
+    return output, partial(sum_losses, mask=mask, members=members)
+
+
+def token_losses(
+    batch: MicroBatch,
+    model: Any,
+    *,
+    device: torch.device,
+    share: Share,
+    loss_chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """This rank's part of a micro-batch through a model chunk.
+
+    Returns:
+        Of the last chunk the losses in nats [b, s], or [1, b * s] where documents are isolated; of
+        the others their hidden states.
+    """
+    tokens, labels = (
+        torch.from_numpy(array).to(device, non_blocking=True)
+        for array in (batch.tokens, batch.labels)
     )
     packing = None
     if batch.cu_seqlens is not None:
         tokens, labels = tokens.reshape(1, -1), labels.reshape(1, -1)
         packing = packed_documents(torch.from_numpy(batch.cu_seqlens), share, device=device)
-    output = model(
+    output: torch.Tensor = model(
         input_ids=tokens,
         position_ids=None,
         attention_mask=None,
@@ -257,7 +284,4 @@ def forward(
         output_processor=losses_of,
         output_processor_context=loss_chunk_tokens,
     )
-    starts = torch.tensor(buckets[1:], dtype=torch.int32, device=device)
-    bucket = torch.bucketize(position, starts, right=True)
-    members = one_hot(source, sources, bucket, len(buckets))
-    return output, partial(sum_losses, mask=mask, members=members)
+    return output

@@ -172,6 +172,10 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "latent_moe_use_norm=true: contradicts the absence of num_experts",
         ],
     ),
+    "one_expert_a_token": (
+        {"num_experts_per_token": 1},
+        ["num_experts_per_token=1: must be 2 or more"],
+    ),
     "layers": (
         {"num_hidden_layers": 6},
         ["linear_attn_config.full_attn_layers=[3, 5]: with kda_layers must hold each of 1 to"],
@@ -214,10 +218,11 @@ def test_options_that_the_layout_cannot_say_are_listed() -> None:
     model = ModelOptions()
     model.kda.gate, model.kda.decay_rank = schema.Gate.bounded_plain, 16
     model.mla.norm_eps, model.situ_beta = 1e-5, None
+    model.first_dense_layers, model.experts.top_k = 1, 1
     residual = ResidualOptions(kind=schema.ResidualKind.full)
     with pytest.raises(ConfigError) as refused:
         write_architecture(model, residual, vocab_size=128, dtype="float32")
     assert [line.split("=")[0].split(",")[0] for line in refused.value.problems] == [
         *("model.kda.gate", "model.kda.decay_rank", "model.mla.norm_eps", "model.situ_beta"),
-        "residual.kind",
+        *("residual.kind", "model.experts.top_k"),
     ]

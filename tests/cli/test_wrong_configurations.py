@@ -158,6 +158,23 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "of its neighbour reads (nearest 5; or a longer data.sequence_length)",
         ],
     ),
+    "score": (
+        [
+            *("run.mode=score", "score.float64=true", "run.precision=bf16", "train.stepz=1"),
+            *("train.batch_tokens=7", "parallel.context=8", "data.sequence_length=8"),
+        ],
+        [
+            "train.stepz: no such key (did you mean train.steps?)",
+            "score.tokens=null: run.mode=score needs the path of a JSON file, the rows to score",
+            "score.output=null: run.mode=score needs the path of a JSON file, what to write",
+            "score.float64=true: needs run.device=cpu, got auto",
+            "score.float64=true: needs run.precision=fp32, got bf16",
+        ],
+    ),
+    "score_into_its_input": (
+        ["run.mode=score", "score.tokens=a.json", "score.output=./a.json"],
+        ["score.output=/"],
+    ),
     "spiral": (
         ["data.packing=spiral", "data.spiral_segment=8", "data.isolate_documents=true"],
         ["data.spiral_segment=8: changes nothing under data.isolate_documents=true, where a token"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 
@@ -135,3 +136,45 @@ def published_kimi_linear() -> dict[str, Any]:
         "kda_layers": [layer for layer in range(1, 28) if layer not in full],
     }
     return config
+
+
+def random_kind(seed: int) -> dict[str, Any]:
+    """A configuration whose sizes all differ, with blocks of 1 to 12 layers from one seed to the
+    next; every fifth one is of the Kimi-Linear kind. Vocabularies are multiples of 128, as ours."""
+    random = Random(seed)
+    block = 1 + seed % 12
+    # Of some depth beyond the block, so that blocks of every size end inside the model.
+    layers = min(13, block + random.randint(2, 4))
+    names = (
+        *("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank"),
+        *("routed_expert_hidden_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+        *("v_head_dim", "num_experts", "num_attention_heads", "num_heads", "head_dim"),
+    )
+    few = dict(zip(names[-3:-1], random.sample(range(2, 6), 2), strict=True))
+    sizes = dict(zip(names, random.sample(range(6, 34), len(names)), strict=True)) | few
+    full = sorted({layers, *random.sample(range(1, layers), layers // 3)})
+    changes: dict[str, Any] = {name: sizes[name] for name in names[:-2]}
+    changes |= {
+        "vocab_size": 128 * random.randint(1, 3),
+        "num_hidden_layers": layers,
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "first_k_dense_replace": random.randint(0, 2),
+        "num_experts_per_token": random.randint(2, 5),
+        "num_shared_experts": random.randint(0, 3),
+        "routed_scaling_factor": random.choice([1.0, 2.446]),
+        "latent_moe_use_norm": random.random() < 0.7,
+        "linear_attn_config": {
+            "head_dim": sizes["head_dim"],
+            "num_heads": sizes["num_heads"],
+            "short_conv_kernel_size": random.randint(2, 5),
+            "kda_layers": [i for i in range(1, layers + 1) if i not in full],
+            "full_attn_layers": full,
+        },
+    }
+    if seed % 5 < 4:
+        return kimi_k3(**changes, attn_res_block_size=block)
+    absent = ("q_lora_rank", "routed_expert_hidden_size", "latent_moe_use_norm")
+    linear = kimi_linear(**{name: changes[name] for name in changes if name not in absent})
+    for name in ("use_full_rank_gate", "gate_lower_bound"):
+        linear["linear_attn_config"].pop(name, None)
+    return linear
