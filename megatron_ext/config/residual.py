@@ -31,6 +31,21 @@ def source_count(options: ResidualOptions, layers: int) -> int:
     return 1 + sum(sum(opens_source(options, layer)) for layer in range(layers))
 
 
+def mix_sources(options: ResidualOptions, layers: int) -> dict[int, int]:
+    """Sources that each mix of a model of so many layers reads, by sublayer: 2 l is the attention
+    of layer l, 2 l + 1 its feed-forward, 2 `layers` the mix after the last. The first sublayer has
+    the embedding alone, and no mix; a plain residual has none at all."""
+    if not mixes(options):
+        return {}
+    found = {}
+    for layer in range(layers):
+        before = source_count(options, layer)
+        found[2 * layer] = before
+        found[2 * layer + 1] = before + opens_source(options, layer)[0]
+    found[2 * layers] = source_count(options, layers)
+    return {sublayer: count for sublayer, count in found.items() if count > 1}
+
+
 @dataclass(frozen=True)
 class ChunkSources:
     """The sources that one model chunk gets, and those that it passes on.

@@ -247,7 +247,10 @@ class LoggingOptions:
         10, "Every expert's load to layers.jsonl every so many steps; 0: never", unit="steps"
     )
     health_interval: int = option(
-        50, "Decay and gates of attention measured every so many steps; 0: never", unit="steps"
+        50,
+        "Decay and gates of attention, and weights over depth, measured every so many steps; "
+        "0: never",
+        unit="steps",
     )
     wandb: Wandb = option(Wandb.disabled, "Weights & Biases")
     wandb_project: str = option("megatron-ext", "Project on wandb")

@@ -39,6 +39,7 @@ from megatron_ext.layers.initializers import Constant, Initializer, Normal, para
 from megatron_ext.layers.linears import ShardedModule, tensor_group
 from megatron_ext.layers.norms import RMSNorm
 from megatron_ext.ops.attn_res import depth_mix
+from megatron_ext.ops.attn_res.health import DepthHealth
 from megatron_ext.parallel.pipeline import Boundary
 
 Sources = tuple[Tensor, ...]
@@ -81,6 +82,9 @@ class MixNorm(RMSNorm):
 
     Args:
         options: kernel of the mix, and its initial query.
+
+    Attributes:
+        health: gets the statistics of the forward passes of training while it is set.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class MixNorm(RMSNorm):
     ) -> None:
         super().__init__(config, hidden_size, eps)
         self.options = options
+        self.health: DepthHealth | None = None
         self.query = pseudo_query(config, std=options.query_std)
         self.key_weight = key_norm_weight(config)
 
@@ -101,6 +106,7 @@ class MixNorm(RMSNorm):
     ) -> tuple[Tensor, Tensor]:
         """norm(mix(sources)) in the model's dtype, and the running sum as the residual; both
         [s, b, h]. megatron-core takes such a pair from a norm."""
+        measure(self, sources, eps=self.eps)
         normed = depth_mix(
             sources,
             self.query,
@@ -111,6 +117,13 @@ class MixNorm(RMSNorm):
             require=self.options.require,
         )
         return normed.to(self.weight.dtype), sources[-1]
+
+
+def measure(mix: MixNorm | OutputMix, sources: Sources, *, eps: float) -> None:
+    """Add what a mix reads to its statistics, if it is measured: in training, and once a token."""
+    # Gradients are off in the first of the two passes of a layer that is recomputed.
+    if mix.health is not None and mix.training and torch.is_grad_enabled():
+        mix.health.add(sources, mix.query, mix.key_weight, eps=eps)
 
 
 def start_sum(training: bool, fused: bool) -> Callable[..., Tensor]:
@@ -231,6 +244,9 @@ class OutputMix(ShardedModule):
     Args:
         options: kernel of the mix, and its initial query.
         boundary: of its chunk, which may hold no layer.
+
+    Attributes:
+        health: as of `MixNorm`.
     """
 
     def __init__(
@@ -247,6 +263,7 @@ class OutputMix(ShardedModule):
         self.layer_number = config.num_layers + 1
         self.options = options
         self.boundary = boundary
+        self.health: DepthHealth | None = None
         self.current_microbatch = 0
         self.query = pseudo_query(config, std=options.query_std)
         self.key_weight = key_norm_weight(config)
@@ -258,6 +275,7 @@ class OutputMix(ShardedModule):
         sources = _sources(
             hidden_states, context, boundary=self.boundary, micro_batch=self.current_microbatch
         )
+        measure(self, sources, eps=self.config.layernorm_epsilon)
         mixed = depth_mix(
             sources,
             self.query,

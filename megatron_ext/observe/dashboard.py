@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.observe.run_files import replace_file
-from megatron_ext.observe.wandb_layers import HISTOGRAM, LOAD_MAP, TABLE
+from megatron_ext.observe.wandb_layers import DEPTH_MAP, HISTOGRAM, LOAD_MAP, TABLE
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -121,6 +121,15 @@ SECTIONS: tuple[tuple[str, tuple[Curves, ...]], ...] = (
             Curves("Output gate, full attention", _spread("mla/gate_mean")),
         ),
     ),
+    (
+        "Attention residuals",
+        (
+            Curves("Entropy over depth", _spread("residual/entropy")),
+            Curves("Weight of the embedding", _spread("residual/embedding_weight")),
+            Curves("Weight of the running sum", _spread("residual/running_weight")),
+            Curves("Norm of sources", _spread("residual/source_norm"), log=True),
+        ),
+    ),
     ("Optimizer", (Curves("Learning rate", ("lr",)), Curves("Gradient norm", ("grad_norm",)))),
     (
         "Data",
@@ -165,6 +174,7 @@ def workspace(*, entity: str, project: str) -> Workspace:
         panels.MediaBrowser(title="Load of every expert", media_keys=[LOAD_MAP], num_columns=1),
         panels.MediaBrowser(title="Spread of the loads", media_keys=[HISTOGRAM], num_columns=1),
         panels.WeavePanelSummaryTable(table_name=TABLE),
+        panels.MediaBrowser(title="Weights over depth", media_keys=[DEPTH_MAP], num_columns=1),
     ]
     sections.append(spaces.Section(name="Layers and experts", panels=maps))
     return spaces.Workspace(

@@ -5,7 +5,8 @@ line:
 
     {"step": 100, "experts": {"layers": [1, ...], "tokens": 8192, "top_k": 16,
                               "counts": {...}, "statistics": {"moe/max_violation": [...], ...}},
-     "attention": {"layers": [0, ...], "statistics": {"kda/decay_mean": [...], ...}}}
+     "attention": {"layers": [0, ...], "statistics": {"kda/decay_mean": [...], ...}},
+     "residual": {"sublayers": [1, ...], "entropy": [...], "weights": [[...], ...], "norms": [...]}}
 
 A part is there in the steps in which it was measured. `counts` are the exact loads [layer, expert],
 packed: 92 layers of 896 experts take about 150 KB. The file is cut back on resume, as
@@ -44,7 +45,7 @@ class LayerHistory(JsonlFile):
         super().__init__(folder / FILE_NAME, resume_step=resume_step)
 
     def write(self, step: int, parts: Mapping[str, Any]) -> None:
-        """Append one record: `experts`, `attention`, whichever was measured in this step."""
+        """Append one record: `experts`, `attention`, `residual`, whichever was measured."""
         self.append(step, json.dumps({"step": step, **parts}, allow_nan=False))
 
 

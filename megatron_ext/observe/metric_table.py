@@ -115,12 +115,14 @@ EXPERT_METRICS: tuple[Metric, ...] = (
 )
 
 
-def _spread(name: str, meaning: str) -> tuple[Metric, ...]:
+def _spread(
+    name: str, meaning: str, *, unit: str = "fraction", of: str = "layer"
+) -> tuple[Metric, ...]:
     """A mean that may be bad at either end, as three keys."""
     return (
-        Metric(name, "fraction", meaning),
-        Metric(f"{name}/min", "fraction", "Its smallest mean over a layer"),
-        Metric(f"{name}/max", "fraction", "Its largest mean over a layer"),
+        Metric(name, unit, meaning),
+        Metric(f"{name}/min", unit, f"Its smallest mean over a {of}"),
+        Metric(f"{name}/max", unit, f"Its largest mean over a {of}"),
     )
 
 
@@ -157,6 +159,23 @@ ATTENTION_METRICS: tuple[Metric, ...] = (
     *_spread("kda/beta_mean", "Mean write strength beta"),
     *_spread("kda/output_gate_mean", "Mean of the output gate"),
     *_spread("mla/gate_mean", "Mean of the output gate of full attention"),
+)
+
+# In the same steps, with attention residuals, over all tokens of the global batch.
+RESIDUAL_METRICS: tuple[Metric, ...] = (
+    *_spread(
+        "residual/entropy",
+        "Mean entropy of the weights over depth, over its maximum: 1 is even, 0 is one source",
+        of="sublayer",
+    ),
+    *_spread("residual/embedding_weight", "Mean weight of the embedding", of="sublayer"),
+    *_spread("residual/running_weight", "Mean weight of the sum that runs", of="sublayer"),
+    Metric(
+        "residual/output_weight",
+        "fraction",
+        "Mean weight of the last sum in the mix after the last layer",
+    ),
+    *_spread("residual/source_norm", "Mean root mean square of the sources", unit="1", of="source"),
 )
 
 # The order of this table is the order of the keys in a row of metrics.jsonl.
@@ -237,6 +256,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     *EXPERT_METRICS,
     *ATTENTION_METRICS,
+    *RESIDUAL_METRICS,
     Metric("eval/loss", "nats", "Mean cross-entropy of the held-out tokens, after the update"),
     Metric("eval/loss/<source>", "nats", "As eval/loss, over one data source"),
     Metric("eval/loss/position/<start>", "nats", "As loss/position/<start>, over eval/tokens"),

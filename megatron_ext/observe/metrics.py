@@ -20,6 +20,7 @@ from megatron_ext.observe.attention_health import (
     health_statistics,
 )
 from megatron_ext.observe.console import Console
+from megatron_ext.observe.depth_health import depth_metrics, depth_record
 from megatron_ext.observe.expert_load import ExpertLoad, LoadTable
 from megatron_ext.observe.jsonl import JsonlSink
 from megatron_ext.observe.layer_history import LayerHistory, expert_record, is_due
@@ -28,6 +29,7 @@ from megatron_ext.observe.wandb_layers import interval as media_interval
 from megatron_ext.observe.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
+    from megatron_ext.ops.attn_res.health import MixHealth
     from megatron_ext.ops.kda.health import LayerHealth
     from megatron_ext.ops.quantile.load import LayerLoad
 
@@ -85,6 +87,7 @@ class Metrics:
         self._expert_load = ExpertLoad(expert_parallel=expert_parallel)
         self._expert_interval = logging.expert_interval
         self._media_interval = media_interval(logging.expert_interval, total_steps=total_steps)
+        self._depth_interval = media_interval(logging.health_interval, total_steps=total_steps)
         self._total_steps = total_steps
         self._history = LayerHistory(folder, resume_step=resume_step)
         if self._jsonl.last_step < resume_step:
@@ -130,6 +133,7 @@ class Metrics:
         *,
         loads: Sequence[LayerLoad] = (),
         health: Sequence[LayerHealth] = (),
+        depth: Sequence[MixHealth] = (),
     ) -> None:
         """The row of a step, with what an evaluation after it found.
 
@@ -142,6 +146,7 @@ class Metrics:
                 null).
             loads: of the expert layers in this step, from the whole global batch.
             health: of the attention layers, where they were measured in this step.
+            depth: of the mixes of attention residuals, likewise.
 
         Raises:
             ValueError: a name is not registered or missing, or the step is out of order.
@@ -156,6 +161,11 @@ class Metrics:
             found = health_statistics(health)
             row |= health_metrics(health, found)
             history["attention"] = health_record(health, found)
+        if depth:
+            row |= depth_metrics(depth)
+            history["residual"] = depth_record(depth)
+            if is_due(step, interval=self._depth_interval, total_steps=self._total_steps):
+                self._wandb.write_depth(step, history["residual"])
         if history:
             self._history.write(step, history)
         row = {name: row[name] for name in registry.ordered(row)}

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megatron_ext.observe.depth_health import weight_matrix
 from megatron_ext.observe.expert_load import Floats, LoadTable, relative_load
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TABLE = "layers/statistics"
 HISTOGRAM = "layers/load_histogram"
 LOAD_MAP = "layers/load_map"
+DEPTH_MAP = "layers/depth_weights"
 MOST = 200
 _BINS = 64
 
@@ -31,7 +37,6 @@ def interval(expert_interval: int, *, total_steps: int) -> int:
 def layer_media(table: LoadTable, statistics: Mapping[str, Floats]) -> dict[str, Any]:
     """What `wandb.Run.log` takes, by key."""
     import wandb
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     from megatron_ext.observe.report.heat_maps import experts
     from megatron_ext.observe.report.svg import style
@@ -42,16 +47,35 @@ def layer_media(table: LoadTable, statistics: Mapping[str, Floats]) -> dict[str,
         for place, layer in enumerate(table.layers)
     ]
     with style(salt=LOAD_MAP):
-        canvas = FigureCanvasAgg(experts(table.layers, table.counts))
-        canvas.figure.set_dpi(150)
-        canvas.draw()
-        pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+        picture = _picture(experts(table.layers, table.counts))
     load = relative_load(table.counts)
     return {
         TABLE: wandb.Table(columns=["layer", *names], data=rows),
         HISTOGRAM: wandb.Histogram(np_histogram=np.histogram(load[np.isfinite(load)], bins=_BINS)),
-        LOAD_MAP: wandb.Image(pixels, caption="load / mean of the layer, layers x experts"),
+        LOAD_MAP: wandb.Image(picture, caption="load / mean of the layer, layers x experts"),
     }
+
+
+def depth_media(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a `residual` part of a record: the picture of the weights over depth."""
+    import wandb
+
+    from megatron_ext.observe.report.heat_maps import depth
+    from megatron_ext.observe.report.svg import style
+
+    with style(salt=DEPTH_MAP):
+        picture = _picture(depth(record["sublayers"], weight_matrix(record)))
+    return {DEPTH_MAP: wandb.Image(picture, caption="mean weight, sublayers x sources")}
+
+
+def _picture(figure: Figure) -> NDArray[np.uint8]:
+    """The pixels of a figure, [height, width, 3]."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.figure.set_dpi(150)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
 def _plain(value: np.float64) -> float | None:

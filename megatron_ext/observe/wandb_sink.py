@@ -15,7 +15,7 @@ from megatron_ext.config.schema import LoggingOptions, Wandb
 from megatron_ext.observe.expert_load import Floats, LoadTable
 from megatron_ext.observe.redact import redact
 from megatron_ext.observe.run_files import plain
-from megatron_ext.observe.wandb_layers import layer_media
+from megatron_ext.observe.wandb_layers import depth_media, layer_media
 
 if TYPE_CHECKING:
     import wandb
@@ -113,10 +113,17 @@ class WandbSink:
 
     def write_layers(self, step: int, table: LoadTable, statistics: Mapping[str, Floats]) -> None:
         """Every layer and expert of a step; call it before the row of that step."""
+        self._write_media(step, lambda: layer_media(table, statistics))
+
+    def write_depth(self, step: int, record: Mapping[str, Any]) -> None:
+        """The weights over depth of a step (`depth_record`); call it before its row."""
+        self._write_media(step, lambda: depth_media(record))
+
+    def _write_media(self, step: int, draw: Callable[[], dict[str, Any]]) -> None:
         if self._run is None or not self._sends_media:
             return
         try:
-            self._run.log(layer_media(table, statistics), step=step)
+            self._run.log(draw(), step=step)
         except Exception as error:  # also of matplotlib: a picture is not worth a run
             self._sends_media = False
             self._warn(f"wandb: {_short(error)}; no more pictures go there, layers.jsonl goes on")

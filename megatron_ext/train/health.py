@@ -75,30 +75,45 @@ class HealthWatch:
                 module.health = health.get(layer)
 
 
-def valid_tokens(state: TrainState) -> int | None:
-    """Tokens of this rank's part of a row before its padding; None: rows are not padded."""
+def valid_tokens(state: TrainState, *, shard: bool = False) -> int | None:
+    """Tokens of this rank's part of a row before its padding; None: rows are not padded.
+
+    Args:
+        shard: of what the rank holds between sublayers, where tensor parallel ranks shard its part.
+    """
     share = sharing(state)
     length = row_length(state.config)
     total = share.padded(length)
     if total == length:
         return None
     own = total // share.context.size()
-    return min(max(length - share.context.rank() * own, 0), own)
+    first = share.context.rank() * own
+    if shard and share.tensor is not None:
+        own //= share.tensor.size()
+        first += share.tensor.rank() * own
+    return min(max(length - first, 0), own)
 
 
-def attention_layers(state: TrainState) -> dict[int, list[KimiDeltaAttention | GatedMLA]]:
-    """The attention modules of this rank by 0-based number of their layer in the model."""
+def own_layers(state: TrainState) -> dict[int, TransformerLayer]:
+    """The layers of this rank by 0-based number in the model."""
     stage = stage_layers(state.config.parallel, state.config.model.num_layers)
     own = stage[state.mesh.pp.rank()]
-    found: dict[int, list[KimiDeltaAttention | GatedMLA]] = {}
+    found: dict[int, TransformerLayer] = {}
     for numbers, chunk in zip(own, state.chunks, strict=True):
         decoder: Any = unwrap(chunk).decoder
         # Attention residuals have elements of their own among a chunk's layers.
         layers = [layer for layer in decoder.layers if isinstance(layer, TransformerLayer)]
-        for number, layer in zip(numbers, layers, strict=True):
-            found[number] = [
-                module
-                for module in layer.modules()
-                if isinstance(module, KimiDeltaAttention | GatedMLA)
-            ]
+        found |= zip(numbers, layers, strict=True)
     return found
+
+
+def attention_layers(state: TrainState) -> dict[int, list[KimiDeltaAttention | GatedMLA]]:
+    """The attention modules of this rank by number of their layer."""
+    return {
+        number: [
+            module
+            for module in layer.modules()
+            if isinstance(module, KimiDeltaAttention | GatedMLA)
+        ]
+        for number, layer in own_layers(state).items()
+    }

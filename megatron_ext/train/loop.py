@@ -15,6 +15,7 @@ from megatron_ext.observe.metrics import Metrics
 from megatron_ext.resilience.referee import Decision, Referee
 from megatron_ext.resilience.requests import SAVE, STOP, Requests, stop_reason
 from megatron_ext.resilience.watchdog import Watchdog
+from megatron_ext.train.depth_health import DepthWatch
 from megatron_ext.train.evaluate import held_out_loss
 from megatron_ext.train.health import HealthWatch
 from megatron_ext.train.incident import Unsound, raise_for
@@ -64,7 +65,7 @@ def run_loop(
         state.first_evaluation = before["eval/loss"]
     request = referee.between_steps()
     stalled = 0.0
-    watch = HealthWatch(state)
+    watch, depth_watch = HealthWatch(state), DepthWatch(state)
     while state.step < config.train.steps and not request.stop:
         tokens = state.tokens
         watchdog.beat(state.step, "training step")
@@ -73,8 +74,10 @@ def run_loop(
         )
         if measured:
             watch.begin()
+            depth_watch.begin()
         values, decision = judged_step(state, referee)
         health = watch.end() if measured else []
+        depth = depth_watch.end() if measured else []
         request = decision.request
         values |= cost(values) | _incidents(state)
         values["checkpoint/stall_seconds"] = stalled
@@ -91,7 +94,7 @@ def run_loop(
             values |= ending.evaluation
         if checkpointer.save_seconds is not None:
             values["checkpoint/save_seconds"] = checkpointer.save_seconds
-        metrics.step(state.step, values, loads=state.loads, health=health)
+        metrics.step(state.step, values, loads=state.loads, health=health, depth=depth)
         if decision.verdict.action is not HealthAction.ignore:
             metrics.warn(f"step {state.step}: {_told(decision)}")
         begin = time.perf_counter()

@@ -32,6 +32,7 @@ ONE = (
     "one_padded",
     "one_awkward",
     "one_block",
+    "one_block_padded",
     "one_block_recompute_full",
     "one_block_recompute_selective",
     "one_block_micro_batch_4",
@@ -66,7 +67,11 @@ TWO = (
     "dp2",
     "dp2_sharded",
     "dp2_overlap",
+    "tp2_block",
     "tp2_sp_block",
+    "tp2_sp_block_padded",
+    "cp2_block",
+    "cp2_block_padded",
     "tp2_sp_block_recompute_full",
     "pp2_block",
     "pp2_block_uneven",
@@ -111,6 +116,8 @@ FAULTS = (
     "pp2_vpp2_block:lost_kept_gradient",
     "pp2_vpp2_block:kept_gradient_twice",
     "tp2_sp:lost_health_sum",
+    "tp2_block:depth_counted_twice",
+    "tp2_sp_block:lost_depth_sum",
 )
 
 

@@ -187,7 +187,26 @@ def _lost_health_sum() -> None:
     health.dist = SimpleNamespace(all_reduce=lambda *_, **__: None, ReduceOp=health.dist.ReduceOp)
 
 
+def _depth_counted_twice() -> None:
+    """Tensor without sequence: every rank's mixes see all tokens, and their sums are summed."""
+    from megatron_ext.train import depth_health
+
+    def all_ranks(mesh: Any, *, sequence_parallel: bool) -> Any:
+        return mesh.tp_dp_cp
+
+    depth_health.balance = SimpleNamespace(distinct_tokens=all_ranks)
+
+
+def _lost_depth_sum() -> None:
+    """Sequence: the weights over depth are those of one shard of the sequence."""
+    from megatron_ext.train import depth_health
+
+    depth_health.dist = SimpleNamespace(all_reduce=lambda *_, **__: None)
+
+
 FAULTS = {
+    "depth_counted_twice": Fault(before=_depth_counted_twice),
+    "lost_depth_sum": Fault(before=_lost_depth_sum),
     "lost_health_sum": Fault(before=_lost_health_sum),
     "lost_expert_sum": Fault(after=_lost_expert_sum),
     "shared_twice": Fault(after=_shared_twice),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.ops.attn_res.health import MixHealth
 from megatron_ext.ops.kda.health import LayerHealth
 from tests.support.layout_worker import truth_of
 
@@ -24,6 +25,7 @@ LOSS = 1e-5  # float32 sums in another order; seen 1e-7
 TENSOR = 1e-4  # seen up to 7e-5 (updates divide by the root of the second moment)
 # Of a share that counts gates beyond a threshold: rounding moves a few of 65 000 across it.
 HEALTH = 1e-3
+DEPTH = 1e-5  # means over tokens of smooth functions
 # Below this share of the whole gradient's norm a tensor counts as about zero: what is left of it is
 # rounding of larger terms.
 FLOOR = 1e-6
@@ -96,6 +98,29 @@ def health_distance(
     return max(distances)
 
 
+def depth_distance(ours: Sequence[MixHealth], truth: Sequence[MixHealth], *, case: str) -> float:
+    """Largest relative difference of a statistic of attention residuals; infinite where other
+    mixes, sources or tokens were counted."""
+    if "appended" in case:  # as in `health_distance`
+        return 0.0
+    if [(m.sublayer, m.tokens, len(m.weights)) for m in ours] != [
+        (m.sublayer, m.tokens, len(m.weights)) for m in truth
+    ]:
+        return math.inf
+    return max(
+        (
+            abs(a - b) / b
+            for mine, its in zip(ours, truth, strict=True)
+            for a, b in zip(
+                (mine.entropy, *mine.weights, *mine.norms),
+                (its.entropy, *its.weights, *its.norms),
+                strict=True,
+            )
+        ),
+        default=0.0,
+    )
+
+
 def compare(folder: Path, case: str) -> dict[str, Any]:
     """The largest differences of a case from one rank."""
     ours, truth = read(folder, case), read(folder, truth_of(case))
@@ -112,6 +137,7 @@ def compare(folder: Path, case: str) -> dict[str, Any]:
         "update": worst(ours["update"], truth["update"]),
         **compare_loads(ours, truth),
         "health": health_distance(ours["health"], truth["health"], case=case),
+        "depth": depth_distance(ours["depth"], truth["depth"], case=case),
     }
     # A rank of a sharded optimizer holds whole gradients of its own share only.
     row["gradient"] = (
@@ -135,6 +161,7 @@ def is_equal(row: dict[str, Any]) -> bool:
         and row["bias"] <= 1.0
         and row["margin"] <= CUT_OFF
         and row["health"] <= HEALTH
+        and row["depth"] <= DEPTH
         and row.get("resumed_loss", 0.0) <= LOSS * 10
         and row.get("resumed", (0.0,))[0] <= TENSOR
     )
@@ -152,6 +179,7 @@ def compare_faulty(folder: Path, case: str) -> dict[str, Any]:
         "update": worst(ours["update"], truth["update"]),
         **compare_loads(ours, truth),
         "health": health_distance(ours["health"], truth["health"], case=case),
+        "depth": depth_distance(ours["depth"], truth["depth"], case=case),
     }
 
 
@@ -181,13 +209,14 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     layers and ranks), and how far from its cut-off a score of step 1 was that decided so."""
     lines = [
         f"{'case':<28}{'loss':>9}{'norm':>9}{'gradient':>10}{'update':>9}{'health':>9}"
-        f"{'resumed':>9}{'bias':>6}{'rerouted':>10}{'margin':>9}  worst gradient"
+        f"{'depth':>9}{'resumed':>9}{'bias':>6}{'rerouted':>10}{'margin':>9}  worst gradient"
     ]
     for case, row in rows.items():
         resumed = f"{row['resumed'][0]:9.1e}" if "resumed" in row else f"{'-':>9}"
         lines.append(
             f"{case:<28}{row['loss']:9.1e}{row['norm']:9.1e}{row['gradient'][0]:10.1e}"
-            f"{row['update'][0]:9.1e}{row['health']:9.1e}{resumed}{row['bias']:6.2f}"
+            f"{row['update'][0]:9.1e}{row['health']:9.1e}"
+            f"{row['depth']:9.1e}{resumed}{row['bias']:6.2f}"
             f"{'{}/{}'.format(*reversed(row['rerouted'])):>10}{row['margin']:9.1e}"
             f"  {row['gradient'][1]}"
         )

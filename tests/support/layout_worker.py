@@ -38,6 +38,7 @@ from megatron_ext.model.init import named_shards
 from megatron_ext.parallel import runtime
 from megatron_ext.plan.hops import sent_by
 from megatron_ext.train import share
+from megatron_ext.train.depth_health import DepthWatch
 from megatron_ext.train.evaluate import held_out_loss
 from megatron_ext.train.health import HealthWatch
 from megatron_ext.train.state import TrainState, build_state, gather_parameters
@@ -157,6 +158,11 @@ CASES: dict[str, list[str]] = {
     "one_block_recompute_full": [*BLOCK, "train.recompute=full"],
     "one_block_recompute_selective": [*BLOCK, "train.recompute=selective"],
     "one_block_micro_batch_4": [*BLOCK, "train.micro_batch_size=4"],
+    "one_block_padded": [*BLOCK, *PADDED],
+    "tp2_block": [*BLOCK, "parallel.tensor=2", "parallel.sequence=false"],
+    "tp2_sp_block_padded": [*BLOCK, *PADDED, "parallel.tensor=2"],
+    "cp2_block": [*BLOCK, "parallel.context=2"],
+    "cp2_block_padded": [*BLOCK, *PADDED, "parallel.context=2"],
     "tp2_sp_block": [*BLOCK, "parallel.tensor=2"],
     "tp2_sp_block_recompute_full": [*BLOCK, "parallel.tensor=2", "train.recompute=full"],
     "pp2_block": [*BLOCK, "parallel.pipeline=2"],
@@ -195,7 +201,7 @@ FREE = (
 
 def truth_of(case: str) -> str:
     """The case on one rank that a case is compared with."""
-    for special in ("isolated", "gated", "padded", "awkward", "block"):
+    for special in ("block_padded", "isolated", "gated", "padded", "awkward", "block"):
         if special in case:
             return f"one_{special}"
     return "one"
@@ -275,12 +281,15 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
             save_here(state, folder / model_of(name))
         if number == 0:
             watch = HealthWatch(state)
+            depth_watch = DepthWatch(state)
             watch.begin()
+            depth_watch.begin()
         with replay(f"step_{number}", batch), messages(state) as sizes:
             values = train_step(state)
         if number == 0:
             record["sent"] = sent_and_planned(state, sizes)
             record["health"] = {health.layer: health for health in watch.end()}
+            record["depth"] = depth_watch.end()
         replay.biases(f"step_{number}")
         record["loss"].append(values["loss"])
         record["grad_norm"].append(values["grad_norm"])

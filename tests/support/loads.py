@@ -1,10 +1,12 @@
-"""Loads of expert layers and health of attention that no model had to be trained for."""
+"""Statistics of steps for which no model had to be trained: expert load, attention, depth."""
 
 from __future__ import annotations
 
 import torch
 
-from megatron_ext.config.schema import Gate
+from megatron_ext.config.residual import mix_sources
+from megatron_ext.config.schema import Gate, ResidualKind, ResidualOptions
+from megatron_ext.ops.attn_res.health import DepthHealth, MixHealth, mix_health
 from megatron_ext.ops.kda.health import AttentionHealth, LayerHealth, Sum, layer_health
 from megatron_ext.ops.quantile.load import LayerLoad
 
@@ -60,4 +62,22 @@ def draw_health(step: int, *, layers: int = 4) -> list[LayerHealth]:
             health.add_gate(Sum.OUTPUTS, Sum.OUTPUT_GATE, logits)
             health.add_state(torch.randn(2, 2, 4, 4, generator=generator))
         found.append(layer_health(layer, health.sums, health.maxima))
+    return found
+
+
+def draw_depth(
+    step: int, *, layers: int = 4, kind: ResidualKind = ResidualKind.block
+) -> list[MixHealth]:
+    """The mixes of a model in blocks of two layers; queries grow as training goes on.
+
+    A function of its arguments alone.
+    """
+    found = []
+    options = ResidualOptions(kind=kind, block_size=2)
+    for sublayer, count in mix_sources(options, layers).items():
+        generator = torch.Generator().manual_seed(1000 * step + sublayer)
+        query, *sources = torch.randn(1 + count, 8, 4, generator=generator)
+        health = DepthHealth(count, "cpu")
+        health.add(sources, 0.1 * step * query[0], torch.ones(4), eps=1e-5)
+        found.append(mix_health(sublayer, health.sums))
     return found

@@ -19,7 +19,7 @@ from megatron_ext.observe.expert_load import ExpertLoad, LoadTable
 from megatron_ext.observe.metrics import Metrics
 from megatron_ext.observe.wandb_sink import WandbSink
 from tests.support import wandb_offline
-from tests.support.loads import draw_loads
+from tests.support.loads import draw_depth, draw_loads
 
 ROW = {name: 1.0 for name in registry.required_names() if name != "step"}
 
@@ -82,6 +82,27 @@ def test_media_of_92_layers_of_896_experts_are_small() -> None:
     assert len(media[wandb_layers.TABLE].data) == 92
     assert len(media[wandb_layers.HISTOGRAM].histogram) == 64
     assert Path(media[wandb_layers.LOAD_MAP]._path).stat().st_size < 300_000
+
+
+def test_weights_over_depth_are_a_picture_in_the_row_of_their_step(tmp_path: Path) -> None:
+    with Metrics(
+        tmp_path,
+        logging=LoggingOptions(wandb=Wandb.offline, health_interval=2),
+        run_id="small-1",
+        config={},
+        resume_step=0,
+        writer=True,
+        total_steps=3,
+        stream=io.StringIO(),
+    ) as log:
+        for step in range(1, 4):
+            log.step(step, ROW, depth=draw_depth(step) if step > 1 else ())
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    history = wandb_offline.read(folder)["history"]
+    assert [f"{wandb_layers.DEPTH_MAP}/_type" in row for row in history] == [False, True, True]
+    assert ["residual/entropy" in row for row in history] == [False, True, True]
+    with Image.open(folder / "files" / history[2][f"{wandb_layers.DEPTH_MAP}/path"]) as image:
+        assert len(np.unique(np.asarray(image).reshape(-1, 3), axis=0)) > 20  # not a blank page
 
 
 def test_a_picture_that_fails_is_one_warning(
@@ -149,6 +170,7 @@ def test_the_dashboard_is_made_without_a_login_from_registered_metrics(
         [wandb_layers.HISTOGRAM],
     ]
     assert wandb_layers.TABLE in json.dumps(media[2])
+    assert media[3]["mediaKeys"] == [wandb_layers.DEPTH_MAP]
 
 
 def test_without_a_key_saving_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

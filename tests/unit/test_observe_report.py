@@ -19,16 +19,17 @@ import pytest
 from megatron_ext.config.schema import LoggingOptions
 from megatron_ext.errors import DataError
 from megatron_ext.observe.metrics import Metrics
-from megatron_ext.observe.report import plots
+from megatron_ext.observe.report import depth_plots, plots
 from megatron_ext.observe.report.__main__ import main, write_report
 from megatron_ext.observe.report.lines import running_mean, thin
 from megatron_ext.observe.report.run_data import read_run
 from megatron_ext.observe.run_files import write_run
-from tests.support.loads import draw_health, draw_loads
+from tests.support.loads import draw_depth, draw_health, draw_loads
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = {"loss", "loss-by-source", "optimizer", "throughput"}
 ATTENTION = {"decay", "decay-by-layer", "gates", "state"}
+RESIDUAL = {"depth-weights", "depth-entropy", "source-norms"}
 EXPERTS = {"violation", "violation-over-time", "loads", "bias", "prediction", "lost"}
 # What would make a browser ask for something: any address, any import, any script.
 ADDRESS = re.compile(r"https?:|//|@import|url\((?!#)|<script|<link|<iframe", re.I)
@@ -74,6 +75,7 @@ def write_steps(
                 values,
                 loads=draw_loads(step, experts=experts) if experts else (),
                 health=draw_health(step) if health and step % health == 0 else (),
+                depth=draw_depth(step) if health and step % health == 0 else (),
             )
     return folder
 
@@ -159,7 +161,7 @@ def test_secrets_stay_out_and_names_are_text(text: str) -> None:
 def test_every_plot_has_data(text: str) -> None:
     root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
     figures = {figure.get("id", ""): figure for figure in root.iter("figure")}
-    assert figures.keys() == TRAINING | EXPERTS | ATTENTION
+    assert figures.keys() == TRAINING | EXPERTS | ATTENTION | RESIDUAL
     for key, figure in figures.items():
         (svg,) = figure.iter("svg")
         assert svg.get("viewBox"), key
@@ -184,6 +186,13 @@ def test_plots_show_the_numbers_of_the_run(run: Path) -> None:
     loads = plots.latest_loads(data)
     assert loads.points == 3 * 16
     assert "Step 6, 512 tokens, 4 of 16 experts" in loads.note
+    weights = depth_plots.depth_weights(data)
+    # Four layers in blocks of two: seven sublayers read 2, 2, 2, 2, 3, 3, 3 sources, the output 3.
+    assert weights.points == 4 * 2 + 4 * 3
+    assert weights.note.startswith("Step 6, mean over tokens")
+    assert ">out<" in weights.svg
+    assert ">1a<" in weights.svg
+    assert depth_plots.source_norms(data).points == 3 * 3  # steps 2, 4, 6
 
 
 def test_a_run_without_experts_and_health_has_fewer_plots_and_says_why(tmp_path: Path) -> None:
@@ -241,6 +250,7 @@ def break_line(path: Path, number: int, line: str) -> None:
         ("layers.jsonl", '{"step": 2, "experts": 3}', r"record of step 2 is damaged"),
         ("layers.jsonl", '{"step": 2, "experts": {"counts": {}}}', r"record of step 2 is damaged"),
         ("layers.jsonl", '{"step": 2, "attention": {"layers": []}}', r"of step 2 is damaged"),
+        ("layers.jsonl", '{"step": 2, "residual": {"weights": []}}', r"of step 2 is damaged"),
         ("run.json", '{"run_id": ', r"run\.json: damaged"),
         ("config.yaml", "a: [", r"config\.yaml: damaged"),
     ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_ext.observe.depth_health import sublayer_name
 from megatron_ext.observe.expert_load import Floats, Integers, relative_load
 from megatron_ext.observe.report.svg import WIDTH_INCHES, new_figure
 
@@ -17,8 +19,11 @@ if TYPE_CHECKING:
 _COLUMNS = 300
 
 
-def over_time(layers: Integers, steps: Integers, values: Floats, *, unit: str) -> Figure:
-    """Layers downwards, recorded steps to the right, colour: values [L, S], NaN where unknown.
+def over_time(
+    layers: Integers, steps: Integers, values: Floats, *, unit: str, rows: str = "layer"
+) -> Figure:
+    """Layers or other rows downwards, recorded steps to the right, colour: values [L, S], NaN
+    where unknown.
 
     Of more than 300 steps neighbours share a column, which shows the largest.
     """
@@ -33,7 +38,7 @@ def over_time(layers: Integers, steps: Integers, values: Floats, *, unit: str) -
     )
     bar = figure.colorbar(picture, ax=ax, label=unit, pad=0.02)
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    _layer_axis(ax, layers)
+    _layer_axis(ax, layers, name=rows)
     shown = _few(len(steps))
     ax.set_xticks(shown, [str(int(steps[i])) for i in shown])
     ax.set_xlabel("step")
@@ -72,6 +77,26 @@ def experts(layers: Integers, counts: Integers) -> Figure:
     return figure
 
 
+def depth(sublayers: Sequence[int], weights: Floats) -> Figure:
+    """Sublayers downwards (`sublayer_name`), sources to the right, colour: mean weights [M, N], NaN
+    where there is no such source."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure = _figure(len(sublayers))
+    ax = figure.add_subplot()
+    picture = ax.imshow(
+        weights, aspect="auto", interpolation="none", cmap="magma_r", vmin=0, vmax=1
+    )
+    figure.colorbar(picture, ax=ax, label="weight", pad=0.02)
+    shown = _few(len(sublayers))
+    ax.set_yticks(shown, [sublayer_name(sublayers[i], last=sublayers[-1]) for i in shown])
+    ax.set_ylabel("sublayer")
+    ax.set_xlabel("source: 0 is the embedding, the last one runs")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.grid(visible=False)
+    return figure
+
+
 def _figure(layers: int) -> Figure:
     return new_figure(height=min(1.1 + 0.16 * layers, 0.85 * WIDTH_INCHES))
 
@@ -86,10 +111,10 @@ def _norm(values: Floats) -> Normalize:
     return Normalize(known.min(), known.max())
 
 
-def _layer_axis(ax: Axes, layers: Integers) -> None:
+def _layer_axis(ax: Axes, layers: Integers, *, name: str = "layer") -> None:
     shown = _few(len(layers))
     ax.set_yticks(shown, [str(int(layers[i])) for i in shown])
-    ax.set_ylabel("layer")
+    ax.set_ylabel(name)
     ax.grid(visible=False)
 
 

@@ -1,13 +1,13 @@
-"""What a report shows, in its order: training, experts, attention."""
+"""What a report shows, in its order: training, experts, attention, residuals."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_ext.observe.layer_history import unpack_counts
 from megatron_ext.observe.report import heat_maps
+from megatron_ext.observe.report.depth_plots import depth_sections
+from megatron_ext.observe.report.layer_plots import layers_over_time
 from megatron_ext.observe.report.lines import COLOURS, Line, Panel, Plot, draw_lines
 from megatron_ext.observe.report.run_data import RunData
 from megatron_ext.observe.report.svg import style, to_svg
@@ -36,6 +36,7 @@ def sections(data: RunData) -> list[tuple[str, list[Plot]]]:
             ],
         ),
         ("Attention", [decay(data), decay_by_layer(data), gates(data), state(data)]),
+        *depth_sections(data),
     ]
 
 
@@ -135,7 +136,6 @@ def violation_over_time(data: RunData) -> Plot:
         for step, experts in data.part("experts")
     ]
     return layers_over_time(
-        data,
         key,
         title,
         records,
@@ -261,7 +261,6 @@ def decay_by_layer(data: RunData) -> Plot:
         if "kda/decay_mean" in part["statistics"]
     ]
     return layers_over_time(
-        data,
         "decay-by-layer",
         "Mean decay of every layer",
         records,
@@ -321,30 +320,6 @@ def state(data: RunData) -> Plot:
         "Frobenius norm of a head's state after the last token.",
         missing=NO_HEALTH,
     )
-
-
-def layers_over_time(
-    data: RunData,
-    key: str,
-    title: str,
-    records: Sequence[tuple[int, list[int], list[float | None]]],
-    *,
-    unit: str,
-    note: str,
-    missing: str,
-) -> Plot:
-    """A heat map of one number a layer and record; `records`: step, layers, values."""
-    layers = sorted({layer for _, names, _ in records for layer in names})
-    values = np.full((len(layers), len(records)), np.nan)
-    for column, (_, names, numbers) in enumerate(records):
-        for layer, number in zip(names, numbers, strict=True):
-            values[layers.index(layer), column] = np.nan if number is None else number
-    if not np.isfinite(values).any():
-        return Plot(key, title, missing)
-    with style(salt=key):
-        steps = np.array([step for step, _, _ in records])
-        figure = heat_maps.over_time(np.array(layers), steps, values, unit=unit)
-        return Plot(key, title, note, to_svg(figure, label=title), int(np.isfinite(values).sum()))
 
 
 def _no_history(data: RunData) -> str:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_ext.errors import DataError
 from megatron_ext.observe import registry
+from megatron_ext.observe.depth_health import weight_matrix
 from megatron_ext.observe.layer_history import FILE_NAME, unpack_counts
 from megatron_ext.observe.redact import redact
 from megatron_ext.observe.run_files import read_exit
@@ -144,6 +145,8 @@ def _check(path: Path, record: Row) -> None:
                     sizes.add(len(unpack_counts(part["counts"])))
                 if len(sizes) != 1:
                     raise ValueError(f"{name}: lists of {sorted(sizes)} layers")
+        if "residual" in record:
+            weight_matrix(record["residual"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(
             f"{path}: the record of step {record['step']} is damaged ({error}); delete the line"
