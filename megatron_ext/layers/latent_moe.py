@@ -38,6 +38,7 @@ from megatron_ext.layers.feed_forward import SituFeedForward
 from megatron_ext.layers.linears import DuplicatedLinear, ShardedModule
 from megatron_ext.layers.norms import RMSNorm
 from megatron_ext.layers.router import BalancedRouter
+from megatron_ext.ops.expert_rows import expert_rows, sum_rows, take_rows
 
 GROUPS = ["tp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "expt_dp"]
 
@@ -46,8 +47,14 @@ class AnyNumberAlltoAll(MoEAlltoAllTokenDispatcher):
     """megatron-core's all-to-all where a token may take any number of experts.
 
     Without its capacity mode the original takes every token to have exactly top-k, which padding
-    (none) and rules with a threshold or with dropped slots do not keep.
+    (none) and rules with a threshold or with dropped slots do not keep. The first permutation and
+    the last sum are our own: a token's experts are added in float32, in their order.
+
+    Attributes:
+        kernels: backend of the sums; None takes the defaults.
     """
+
+    kernels: KernelOptions | None = None
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Also counts the rows, before the first permutation needs their number on the host."""
@@ -55,6 +62,23 @@ class AnyNumberAlltoAll(MoEAlltoAllTokenDispatcher):
         self.num_out_tokens = routing_map.sum()
         self._maybe_update_cuda_sync_point("before_permutation_1")
         return counts
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [M, L] and weights [M] in the order of experts, of tokens [t, L] and [t, E]."""
+        self.routing_map = routing_map
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
+            "before_permutation_1", self.preprocess(routing_map)
+        )
+        self.rows = expert_rows(routing_map, rows=int(self.num_out_tokens))
+        taken = self.rows.token * probs.shape[1] + self.rows.expert
+        weights = probs.flatten().gather(0, taken)
+        return take_rows(hidden_states, self.rows, kernels=self.kernels), weights
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """What came back, [M, L], as sums at the tokens [t, L]."""
+        return sum_rows(permutated_local_input_tokens, self.rows, kernels=self.kernels)
 
 
 class LatentMoE(ShardedModule):
@@ -73,7 +97,8 @@ class LatentMoE(ShardedModule):
         balance: how the load is levelled.
         beta: bound of the gate branch of SiTU-GLU; None: none.
         linear_beta: bound of its linear branch; None: none.
-        kernels: backend of the activation; None takes the defaults.
+        kernels: backend of the activation and of the sums over experts; None takes the
+            defaults.
         pg_collection: process groups; None takes megatron-core's.
         is_mtp_layer, name: given by megatron-core, not needed.
     """
@@ -124,7 +149,7 @@ class LatentMoE(ShardedModule):
                 pg_collection=pg_collection,
                 key="model.experts.shared_feed_forward_size",
             )
-        self.dispatcher = self._dispatcher(options, pg_collection)
+        self.dispatcher = self._dispatcher(options, kernels, pg_collection)
 
     def _projection(self, in_features: int, out_features: int) -> DuplicatedLinear:
         return DuplicatedLinear(
@@ -135,7 +160,10 @@ class LatentMoE(ShardedModule):
         )
 
     def _dispatcher(
-        self, options: ExpertOptions, pg_collection: ProcessGroupCollection
+        self,
+        options: ExpertOptions,
+        kernels: KernelOptions | None,
+        pg_collection: ProcessGroupCollection,
     ) -> MoETokenDispatcher:
         kinds: dict[Dispatcher, type[MoETokenDispatcher]] = {
             Dispatcher.alltoall: AnyNumberAlltoAll,
@@ -143,12 +171,15 @@ class LatentMoE(ShardedModule):
         }
         local = self.experts.num_local_experts
         first = pg_collection.ep.rank() * local
-        return kinds[options.dispatcher](
+        made = kinds[options.dispatcher](
             local,
             list(range(first, first + local)),
             config=self.config,
             pg_collection=pg_collection,
         )
+        if isinstance(made, AnyNumberAlltoAll):
+            made.kernels = kernels
+        return made
 
     def set_layer_number(self, layer_number: int) -> None:
         """Called by megatron-core with the 1-based number of the layer."""

@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megatron_ext.ops.expert_rows import triton as expert_rows
 from megatron_ext.ops.launch import launch_settings
 from megatron_ext.ops.situ import triton as situ
 
@@ -26,9 +27,11 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # (all integers are divisible by 16).
 SITU = {"scale": "*fp32", "d_scale": "*fp32", "beta": "fp32", "linear_beta": "fp32"}
 K3 = {"HAS_SCALE": True, "BOUNDED_GATE": True, "BOUNDED_UP": True}
+ROWS = {"rows": "*bf16", "order": "*i64", "starts": "*i64"}
 KERNELS = [
     (situ._forward_kernel, "situ_forward", 3072, K3, SITU),
     (situ._backward_kernel, "situ_backward", 3072, K3, SITU),
+    (expert_rows._sum_kernel, "expert_rows", 3584, {}, ROWS),
 ]
 INTEGERS = re.compile(r"width|rows|.*_row")
 
@@ -39,8 +42,8 @@ def compile_kernel(kernel, settings, constants, types) -> str:
     constants = constants | {n: v for n, v in settings.items() if n in names}
     signature, attributes = {}, {}
     for index, name in enumerate(names):
-        kind = "i32" if INTEGERS.fullmatch(name) else "*bf16"
-        signature[name] = "constexpr" if name in constants else types.get(name, kind)
+        kind = types.get(name) or ("i32" if INTEGERS.fullmatch(name) else "*bf16")
+        signature[name] = "constexpr" if name in constants else kind
         if signature[name] == "i32" or signature[name].startswith("*"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(
