@@ -1,4 +1,4 @@
-"""No tensor of a training step grows faster than the sequence: there are no [s, s] scores or masks."""
+"""No tensor of a training step grows faster than the sequence: no [s, s] scores, no masks."""
 
 from collections.abc import Iterator
 
