@@ -88,7 +88,7 @@ def compute(
     runtime: Runtime,
 ) -> Scores:
     """Score all rows. Collective over all ranks, at any layout."""
-    ranks = _Ranks(config, request, mesh)
+    ranks = Ranks(config, request, mesh)
     tape = _tape(config, request, chunks, ranks)
     tape.attach(routers(chunks))
     feeds = [ranks.batches() for _ in chunks]
@@ -130,7 +130,7 @@ def compute(
     return Scores(log_probabilities, experts, margins, int(_sum(rerouted, device)))
 
 
-class _Ranks:
+class Ranks:
     """Which rows, and which tokens of them, this rank sees."""
 
     def __init__(self, config: RunConfig, request: Request, mesh: ProcessGroupCollection) -> None:
@@ -173,9 +173,7 @@ class _Ranks:
         return places.chunk(parts)[own]
 
 
-def _tape(
-    config: RunConfig, request: Request, chunks: list[GPTModel], ranks: _Ranks
-) -> RoutingTape:
+def _tape(config: RunConfig, request: Request, chunks: list[GPTModel], ranks: Ranks) -> RoutingTape:
     count, maps, margins = ranks.starts[-1], {}, {}
     for router in routers(chunks):
         layer = router.layer
