@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ext.config.schema import MlaOptions
+from megatron_ext.config.schema import KernelOptions, MlaOptions
 from megatron_ext.layers.core_attention import SdpaAttention
-from megatron_ext.layers.gating import sigmoid_gate
 from megatron_ext.layers.linears import (
     ColumnShard,
     DuplicatedLinear,
@@ -43,6 +42,7 @@ from megatron_ext.layers.linears import (
     tensor_group,
 )
 from megatron_ext.layers.norms import RMSNorm
+from megatron_ext.ops.gating import head_gate
 from megatron_ext.ops.kda.health import AttentionHealth, Sum
 from megatron_ext.ops.latent_attention import LatentWidths, context_latent_attention
 from megatron_ext.parallel.context import span_of
@@ -60,6 +60,7 @@ class GatedMLA(ShardedModule):
 
     Args:
         options: sizes and the output gate; `q_lora_rank` 0 projects queries straight from x.
+        kernels: backend of the output gate; None takes the defaults.
         submodules: the attention kernel.
         pg_collection: process groups; None takes megatron-core's.
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
@@ -76,6 +77,7 @@ class GatedMLA(ShardedModule):
         config: TransformerConfig,
         *,
         options: MlaOptions,
+        kernels: KernelOptions | None = None,
         submodules: GatedMlaSubmodules | None = None,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
@@ -86,6 +88,7 @@ class GatedMLA(ShardedModule):
         super().__init__(config, tp_group=tp_group)
         self.cp_group = context_group(config, pg_collection)
         self.options = options
+        self.kernels = kernels
         self.health: AttentionHealth | None = None
         self.local_heads = local_share(options.num_heads, tp_group, key="model.mla.num_heads")
         key_width = options.qk_nope_head_dim + options.qk_rope_head_dim
@@ -167,25 +170,26 @@ class GatedMLA(ShardedModule):
             o = checkpoint(core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             o = core(*core_inputs)
-        if self.gate is not None:
+        if self.gate is None:
+            o = o.flatten(-2).transpose(0, 1).contiguous()
+        else:
             gate = self.gate(x)
             # Gradients are off in the first of the two passes of a layer that is recomputed.
             if self.health is not None and self.training and torch.is_grad_enabled():
                 logits = gate.transpose(0, 1)
                 self.health.add_gate(Sum.ATTENTION_OUTPUTS, Sum.ATTENTION_GATE, logits)
-            o = sigmoid_gate(o, gate)
+            o = head_gate(o, gate, kernels=self.kernels)
         return self.out(o)
 
     def _enter(self, x: Tensor) -> Tensor:
         return enter_tensor_parallel(x, config=self.config, tp_group=self.tp_group)
 
     def _core(self, q: Tensor, entered: Tensor, packed: PackedSeqParams | None) -> Tensor:
-        """[s, b, H*(N+R)] and latent with shared key [s, b, C+R] to [s, b, H*V]."""
+        """[s, b, H*(N+R)] and latent with shared key [s, b, C+R] to [b, s, H, V]."""
         bounds = longest = None
         if packed is not None:
             bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-        o = self._local(q, entered, bounds, longest)
-        return o.flatten(-2).transpose(0, 1).contiguous()
+        return self._local(q, entered, bounds, longest)
 
     def _context_core(
         self, q: Tensor, entered: Tensor, packed: PackedSeqParams | None, *, group: ProcessGroup
@@ -219,7 +223,7 @@ class GatedMLA(ShardedModule):
             if bounds is not None and end:
                 bounds = bounds[1:] - end
             parts.append(self._local(q[end:], entered[end:], bounds, span.longest))
-        return torch.cat(parts, dim=1).flatten(-2).transpose(0, 1).contiguous()
+        return torch.cat(parts, dim=1)
 
     def _local(
         self, q: Tensor, entered: Tensor, bounds: Tensor | None, longest: int | None

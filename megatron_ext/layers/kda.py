@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ext.config.schema import Gate, GateInit, KdaOptions, OutputGate
+from megatron_ext.config.schema import Gate, GateInit, KdaOptions, KernelOptions, OutputGate
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initializers import (
     Constant,
@@ -57,6 +57,7 @@ class KimiDeltaAttention(ShardedModule):
 
     Args:
         options: sizes, gate and backend.
+        kernels: backend of the output norm and gate; None takes the defaults.
         pg_collection: process groups; None takes megatron-core's.
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
 
@@ -72,6 +73,7 @@ class KimiDeltaAttention(ShardedModule):
         config: TransformerConfig,
         *,
         options: KdaOptions,
+        kernels: KernelOptions | None = None,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
@@ -127,7 +129,11 @@ class KimiDeltaAttention(ShardedModule):
             self.gate_down = duplicated(options.output_gate_rank)
         self.gate_up = column(hidden if self.gate_down is None else options.output_gate_rank, width)
         self.norm = GatedHeadNorm(
-            config, options.head_dim, eps=config.layernorm_epsilon, tp_group=tp_group
+            config,
+            options.head_dim,
+            eps=config.layernorm_epsilon,
+            tp_group=tp_group,
+            kernels=kernels,
         )
         self.out = row_parallel(config, in_features=width, out_features=hidden, tp_group=tp_group)
 
@@ -189,10 +195,10 @@ class KimiDeltaAttention(ShardedModule):
             o, state = checkpoint(core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             o, state = core(*core_inputs)
-        gate = self.gate_up(gate_input).transpose(0, 1).unflatten(-1, (self.local_heads, -1))
+        gate = self.gate_up(gate_input)
         if health is not None:
             self._measure(health, core_inputs[1], core_inputs[2], gate, state)
-        return self.out(self.norm(o, gate).flatten(-2).transpose(0, 1).contiguous())
+        return self.out(self.norm(o, gate))
 
     def _measure(
         self,
@@ -211,7 +217,11 @@ class KimiDeltaAttention(ShardedModule):
             lower_bound=options.lower_bound,
         )
         health.add_gate(Sum.WRITES, Sum.BETA, beta_logits.transpose(0, 1))
-        health.add_gate(Sum.OUTPUTS, Sum.OUTPUT_GATE, output_gate)
+        health.add_gate(
+            Sum.OUTPUTS,
+            Sum.OUTPUT_GATE,
+            output_gate.transpose(0, 1).unflatten(-1, (heads, options.head_dim)),
+        )
         if state is not None:
             health.add_state(state)
 

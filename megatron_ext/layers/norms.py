@@ -8,8 +8,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.gating import gated_rms_norm
+from megatron_ext.config.schema import KernelOptions
 from megatron_ext.layers.initializers import Constant, parameter
+from megatron_ext.ops.gating import head_gate
 
 
 class RMSNorm(nn.Module):
@@ -47,18 +48,25 @@ class GatedHeadNorm(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, head_dim: int, *, eps: float, tp_group: ProcessGroup
+        self,
+        config: TransformerConfig,
+        head_dim: int,
+        *,
+        eps: float,
+        tp_group: ProcessGroup,
+        kernels: KernelOptions | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.kernels = kernels
         self.tp_group = tp_group
         self.weight = parameter(
             head_dim, dtype=config.params_dtype, initializer=Constant(1.0), weight_decay=False
         )
 
     def forward(self, o: Tensor, gate: Tensor) -> Tensor:
-        """o, gate [..., D] to [..., D] in o's dtype; both nonlinearities in float32 or wider."""
+        """o [b, s, H, D] and gate [s, b, H*D] to [s, b, H*D] in o's dtype: see `ops.gating`."""
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(
             self.weight, group=self.tp_group
         )
-        return gated_rms_norm(o, gate, weight=weight, eps=self.eps)
+        return head_gate(o, gate, weight=weight, eps=self.eps, kernels=self.kernels)

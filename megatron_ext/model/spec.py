@@ -29,12 +29,14 @@ from megatron_ext.parallel.pipeline import SourceCache
 def attention_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
     """The self-attention of one layer: KDA, gated MLA, or both under a gate."""
     if kind is LayerKind.kda:
-        return ModuleSpec(module=KimiDeltaAttention, params={"options": model.kda})
+        return ModuleSpec(
+            module=KimiDeltaAttention, params={"options": model.kda, "kernels": model.kernels}
+        )
     if kind is LayerKind.mla:
         kernel = attention_class(model.mla.backend, require=model.mla.require)
         return ModuleSpec(
             module=GatedMLA,
-            params={"options": model.mla},
+            params={"options": model.mla, "kernels": model.kernels},
             submodules=GatedMlaSubmodules(core_attention=kernel),
         )
     return ModuleSpec(

@@ -17,23 +17,36 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_ext.ops.expert_rows import triton as expert_rows
+from megatron_ext.ops.gating import triton as gating
 from megatron_ext.ops.launch import launch_settings
 from megatron_ext.ops.situ import triton as situ
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
-# kernel, its entry in the table of launches and width there, constants, types that are not *bf16
-# (all integers are divisible by 16).
+# Kernel, launch settings, constants, types that are not *bf16 (all integers are divisible by 16).
 SITU = {"scale": "*fp32", "d_scale": "*fp32", "beta": "fp32", "linear_beta": "fp32"}
 K3 = {"HAS_SCALE": True, "BOUNDED_GATE": True, "BOUNDED_UP": True}
 ROWS = {"rows": "*bf16", "order": "*i64", "starts": "*i64"}
+GATE = {"d_weight": "*fp32", "eps": "fp32"}
 KERNELS = [
-    (situ._forward_kernel, "situ_forward", 3072, K3, SITU),
-    (situ._backward_kernel, "situ_backward", 3072, K3, SITU),
-    (expert_rows._sum_kernel, "expert_rows", 3584, {}, ROWS),
+    (situ._forward_kernel, launch_settings("situ_forward", 3072), K3, SITU),
+    (situ._backward_kernel, launch_settings("situ_backward", 3072), K3, SITU),
+    (expert_rows._sum_kernel, launch_settings("expert_rows", 3584), {}, ROWS),
+    (
+        gating._forward_kernel,
+        gating._settings("head_gate_forward", heads=96, width=128),
+        {"NORM": True},
+        GATE,
+    ),
+    (
+        gating._backward_kernel,
+        gating._settings("head_gate_backward", heads=96, width=128),
+        {"NORM": True, "TOKENS": gating.TOKENS},
+        GATE,
+    ),
 ]
-INTEGERS = re.compile(r"width|rows|.*_row")
+INTEGERS = re.compile(r"width|rows|tokens|heads|length|batch|.*_(row|head|batch)")
 
 
 def compile_kernel(kernel, settings, constants, types) -> str:
@@ -64,9 +77,9 @@ def compile_kernel(kernel, settings, constants, types) -> str:
 
 def main() -> int:
     spilled = 0
-    for kernel, entry, width, constants, types in KERNELS:
-        usage = compile_kernel(kernel, launch_settings(entry, width), constants, types)
-        print(entry, width, usage)
+    for kernel, settings, constants, types in KERNELS:
+        usage = compile_kernel(kernel, settings, constants, types)
+        print(kernel.fn.__module__, kernel.fn.__name__, settings, usage)
         spilled += "STACK:0" not in usage or "LOCAL:0" not in usage
     return int(spilled > 0)
 

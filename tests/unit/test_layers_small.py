@@ -11,7 +11,6 @@ from megatron_ext.config.schema import AttentionBackend
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.core_attention import SdpaAttention, attention_class
 from megatron_ext.layers.feed_forward import SituFeedForward
-from megatron_ext.layers.gating import gated_rms_norm, sigmoid_gate
 from megatron_ext.layers.linears import ColumnShard, DuplicatedLinear
 from megatron_ext.layers.norms import GatedHeadNorm, RMSNorm
 from tests.support.one_rank import draw, one_rank, small_config
@@ -49,24 +48,10 @@ def test_rms_norm_computes_in_float32_inside(groups):
 def test_gated_head_norm_is_its_formula(groups):
     norm = GatedHeadNorm(small_config(), 6, eps=1e-5, tp_group=groups.tp)
     draw(norm)
-    o, gate = torch.randn(2, 3, 7, 4, 6, dtype=torch.float64)
+    o = torch.randn(3, 7, 4, 6, dtype=torch.float64)
+    gate = torch.randn(7, 3, 24, dtype=torch.float64)
     normed = o / (o.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
-    close(norm(o, gate), normed / (1 + torch.exp(-gate)))
-
-
-def test_gates_have_exact_gradients_and_keep_no_wide_copies():
-    o, gate = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(sigmoid_gate, (o, gate))
-    assert torch.autograd.gradcheck(
-        lambda o, gate, weight: gated_rms_norm(o, gate, weight=weight, eps=1e-2), (o, gate, weight)
-    )
-    narrow = [x.detach().bfloat16().requires_grad_() for x in (o, gate, weight)]
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.dtype), lambda x: x):
-        sigmoid_gate(*narrow[:2])
-        gated_rms_norm(*narrow[:2], weight=narrow[2], eps=1e-2)
-    assert set(kept) == {torch.bfloat16}
+    close(norm(o, gate), normed.flatten(-2).transpose(0, 1) / (1 + torch.exp(-gate)))
 
 
 def test_column_parts_are_separate_maps(groups):

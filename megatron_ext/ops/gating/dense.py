@@ -1,7 +1,7 @@
-"""Sigmoid output gates in float32 that keep only their 16-bit inputs for the backward pass.
+"""The output gate in plain torch, keeping only its inputs, as they are, for the backward pass.
 
 Written with autograd operators, each of the float32 intermediates would be stored: four times the
-memory of the inputs, in every layer. Internal precision is float32, or the inputs' if wider.
+memory of 16-bit inputs, in every layer. Internal precision is float32, or the inputs' if wider.
 """
 
 from __future__ import annotations
@@ -13,23 +13,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def sigmoid_gate(o: Tensor, gate: Tensor) -> Tensor:
-    """o * sigmoid(gate), both of the same shape; the result in o's dtype."""
-    return _SigmoidGate.apply(o, gate)
-
-
-def gated_rms_norm(o: Tensor, gate: Tensor, *, weight: Tensor, eps: float) -> Tensor:
-    """o / sqrt(mean(o^2) + eps) * weight * sigmoid(gate), the mean over the last axis.
-
-    Args:
-        o, gate: [..., D].
-        weight: [D].
-        eps: inside the square root.
-
-    Returns:
-        [..., D] in o's dtype.
-    """
-    return _GatedRmsNorm.apply(o, gate, weight, eps)
+def head_gate_dense(o: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """See `ops.gating.head_gate`."""
+    o = o.transpose(0, 1)
+    per_head = gate.view(o.shape)
+    gated: Tensor = (
+        _SigmoidGate.apply(o, per_head)  # type: ignore[no-untyped-call]
+        if weight is None
+        else _GatedRmsNorm.apply(o, per_head, weight, eps)  # type: ignore[no-untyped-call]
+    )
+    return gated.reshape(gate.shape).contiguous()
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
@@ -46,9 +39,9 @@ class _SigmoidGate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         o, gate = ctx.saved_tensors
-        wide, s, dy = _wide(o, gate, grad)
+        wide, s, dy = _wide(o, gate, grads[0])
         s = torch.sigmoid(s)
         through = dy * s
         return through.to(o.dtype), (through * wide * (1 - s)).to(gate.dtype)
@@ -65,9 +58,9 @@ class _GatedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         o, gate, weight = ctx.saved_tensors
-        wide, s, w, dy = _wide(o, gate, weight, grad)
+        wide, s, w, dy = _wide(o, gate, weight, grads[0])
         s = torch.sigmoid(s)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
         normed = wide * scale
