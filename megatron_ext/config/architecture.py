@@ -225,6 +225,9 @@ class ResidualOptions:
     query_std: float = option(
         0.0, "Standard deviation of initial pseudo-queries; 0: all sources alike at first"
     )
+    share_std: float = option(
+        0.0, "Standard deviation of the initial scalars of kind=shared; 0: the plain model at first"
+    )
     cache_sources: bool = option(
         True, "Interleaved stages keep block sums they have seen, and send new ones only"
     )

@@ -89,6 +89,7 @@ RANGES: dict[str, Range] = {
     "balance.running_decay": Range(low=0, high=1, high_open=True),
     "residual.block_size": COUNT,
     "residual.query_std": AMOUNT,
+    "residual.share_std": AMOUNT,
     "parallel.tensor": COUNT,
     "parallel.pipeline": COUNT,
     "parallel.virtual_pipeline": COUNT,

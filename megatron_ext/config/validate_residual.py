@@ -28,10 +28,6 @@ def residual_problems(config: RunConfig) -> Iterator[Problem]:
     if mixes(options):
         yield from _kernel(config)
     if options.kind is ResidualKind.shared:
-        yield Problem(
-            "residual.kind=shared: is not in this version (allowed block, full, standard)",
-            ("residual.kind",),
-        )
         yield from _shared(config)
 
 

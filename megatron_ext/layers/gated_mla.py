@@ -42,6 +42,7 @@ from megatron_ext.layers.linears import (
     tensor_group,
 )
 from megatron_ext.layers.norms import RMSNorm
+from megatron_ext.layers.shared_heads import HeadShare
 from megatron_ext.ops.gating import head_gate
 from megatron_ext.ops.kda.health import AttentionHealth, Sum
 from megatron_ext.ops.latent_attention import LatentWidths, context_latent_attention
@@ -62,6 +63,7 @@ class GatedMLA(ShardedModule):
         options: sizes and the output gate; `q_lora_rank` 0 projects queries straight from x.
         kernels: backend of the output gate; None takes the defaults.
         submodules: the attention kernel.
+        share: makes the `HeadShare` before the output projection; None: there is none.
         pg_collection: process groups; None takes megatron-core's.
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
 
@@ -78,6 +80,7 @@ class GatedMLA(ShardedModule):
         *,
         options: MlaOptions,
         kernels: KernelOptions | None = None,
+        share: Callable[..., HeadShare] | None = None,
         submodules: GatedMlaSubmodules | None = None,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
@@ -127,6 +130,7 @@ class GatedMLA(ShardedModule):
             v_channels=options.v_head_dim,
             softmax_scale=key_width**-0.5,
         )
+        self.share = share(config, tp_group=tp_group) if share is not None else None
         self.out = row_parallel(
             config,
             in_features=options.num_heads * options.v_head_dim,
@@ -179,7 +183,7 @@ class GatedMLA(ShardedModule):
                 logits = gate.transpose(0, 1)
                 self.health.add_gate(Sum.ATTENTION_OUTPUTS, Sum.ATTENTION_GATE, logits)
             o = head_gate(o, gate, kernels=self.kernels)
-        return self.out(o)
+        return self.out(o if self.share is None else self.share(o))
 
     def _enter(self, x: Tensor) -> Tensor:
         return enter_tensor_parallel(x, config=self.config, tp_group=self.tp_group)

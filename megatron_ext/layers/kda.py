@@ -12,6 +12,7 @@ All weights are head-major, so tensor parallelism is a plain split.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -44,6 +45,7 @@ from megatron_ext.layers.linears import (
     tensor_group,
 )
 from megatron_ext.layers.norms import GatedHeadNorm
+from megatron_ext.layers.shared_heads import HeadShare
 from megatron_ext.ops.kda import context_kda, kda, short_conv
 from megatron_ext.ops.kda.health import AttentionHealth, Sum
 from megatron_ext.parallel.context import span_of, with_previous
@@ -58,6 +60,7 @@ class KimiDeltaAttention(ShardedModule):
     Args:
         options: sizes, gate and backend.
         kernels: backend of the output norm and gate; None takes the defaults.
+        share: makes the `HeadShare` before the output projection; None: there is none.
         pg_collection: process groups; None takes megatron-core's.
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
 
@@ -74,6 +77,7 @@ class KimiDeltaAttention(ShardedModule):
         *,
         options: KdaOptions,
         kernels: KernelOptions | None = None,
+        share: Callable[..., HeadShare] | None = None,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
@@ -135,6 +139,7 @@ class KimiDeltaAttention(ShardedModule):
             tp_group=tp_group,
             kernels=kernels,
         )
+        self.share = share(config, tp_group=tp_group) if share is not None else None
         self.out = row_parallel(config, in_features=width, out_features=hidden, tp_group=tp_group)
 
     @staticmethod
@@ -198,7 +203,8 @@ class KimiDeltaAttention(ShardedModule):
         gate = self.gate_up(gate_input)
         if health is not None:
             self._measure(health, core_inputs[1], core_inputs[2], gate, state)
-        return self.out(self.norm(o, gate))
+        heads = self.norm(o, gate)
+        return self.out(heads if self.share is None else self.share(heads))
 
     def _measure(
         self,

@@ -154,6 +154,8 @@ def _part(name: str, kinds: Sequence[LayerKind], numbers: Sequence[int]) -> str:
         return "head"
     fields = name.split(".")
     if fields[:2] == ["decoder", "layers"] and fields[3] == "self_attention":
+        if fields[4] == "share":
+            return "residual"
         return kinds[_layer(name, numbers)].name
     if fields[:2] == ["decoder", "layers"] and fields[3] == "mlp":
         return MIXTURE.get(fields[4], "feed_forward")

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_ext.config.residual import chunk_sources, mixes, opens_source
-from megatron_ext.config.schema import Recompute, RunConfig
+from megatron_ext.config.schema import Recompute, ResidualKind, RunConfig
 from megatron_ext.layers.attn_res import (
     AttentionResidualLayer,
     ChunkEnd,
@@ -19,6 +19,7 @@ from megatron_ext.layers.attn_res import (
     OutputMix,
     start_sum,
 )
+from megatron_ext.layers.shared_heads import HeadShare, SharingLayer
 from megatron_ext.parallel.pipeline import Boundary, SourceCache
 
 
@@ -39,6 +40,9 @@ def connect_layers(
         cache: of this rank; the same for all of its chunks.
     """
     options = config.residual
+    if options.kind is ResidualKind.shared:
+        pairs = zip(specs, layers, strict=True)
+        return [_sharing(config, spec, layer=layer) for spec, layer in pairs]
     if not mixes(options):
         return list(specs)
     plans = chunk_sources(config)
@@ -52,6 +56,26 @@ def connect_layers(
     else:
         end = ModuleSpec(module=ChunkEnd, params={"boundary": boundary})
     return [*elements, end]
+
+
+def _sharing(config: RunConfig, spec: ModuleSpec, *, layer: int) -> ModuleSpec:
+    """A block never lies in two chunks (`validate_residual`)."""
+    options, number = config.residual, config.model.num_layers
+    earlier = layer % options.block_size
+    attention = spec.submodules.self_attention
+    share = partial(HeadShare, earlier=earlier, std=options.share_std)
+    return ModuleSpec(
+        module=SharingLayer,
+        params={
+            "earlier": earlier,
+            "last": layer + 1 == number or (layer + 1) % options.block_size == 0,
+            "recompute": config.train.recompute is Recompute.full,
+        },
+        submodules=replace(
+            spec.submodules,
+            self_attention=replace(attention, params={**attention.params, "share": share}),
+        ),
+    )
 
 
 def _mixing(config: RunConfig, spec: ModuleSpec, *, layer: int, boundary: Boundary) -> ModuleSpec:

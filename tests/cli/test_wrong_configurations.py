@@ -102,15 +102,47 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "residual_sizes": (
-        ["residual.fp32=true", "residual.query_std=-1", "residual.block_size=0"],
+        [
+            "residual.fp32=true",
+            "residual.query_std=-1",
+            "residual.share_std=-1",
+            "residual.block_size=0",
+        ],
         [
             "residual.block_size=0: must be 1 or more (nearest 1)",
             "residual.query_std=-1.0: must be 0 or more (nearest 0)",
+            "residual.share_std=-1.0: must be 0 or more (nearest 0)",
         ],
     ),
     "residual_sums": (
         ["residual.fp32=true"],
         ["residual.fp32=true: is for residual.kind=block and full, whose sums are kept apart"],
+    ),
+    "shared_widths": (
+        ["residual=shared", "residual.block_size=3", "model.mla.v_head_dim=16"],
+        [
+            "residual.kind=shared: the layers of a block must agree in heads x value width, got "
+            "4 x 32 = 128 in KDA and 4 x 16 = 64 in gated MLA (nearest model.mla.v_head_dim=32",
+        ],
+    ),
+    "shared_cuts": (
+        [
+            "residual=shared",
+            "residual.block_size=4",
+            "parallel.pipeline=2",
+        ],
+        [
+            "residual.block_size=4: with residual.kind=shared stages must be cut between blocks, "
+            "got cuts after 3 layers (allowed parallel.stage_layers in multiples of 4, but for the "
+            "last layers; nearest parallel.stage_layers=[4,2])",
+        ],
+    ),
+    "shared_gated": (
+        ["residual=shared", "residual.block_size=3", "model.attention=gated"],
+        [
+            "residual.kind=shared: shares what an attention hands to its output projection, and "
+            "model.attention=gated has two of them a layer (allowed interleaved, kda, mla"
+        ],
     ),
     "nothing_to_read": (
         ["data.demo=false", "optim.warmup_tokens=1e9"],

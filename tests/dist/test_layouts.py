@@ -36,6 +36,9 @@ ONE = (
     "one_block_recompute_full",
     "one_block_recompute_selective",
     "one_block_micro_batch_4",
+    "one_shared",
+    "one_shared_recompute_full",
+    "one_shared_recompute_selective",
 )
 TWO = (
     "tp2_sp",
@@ -80,6 +83,11 @@ TWO = (
     "pp2_vpp2_block_whole",
     "pp2_vpp3_block_recompute_full",
     "dp2_block",
+    "tp2_sp_shared",
+    "tp2_shared",
+    "cp2_shared",
+    "pp2_shared_recompute_full",
+    "pp2_vpp2_shared",
 )
 FOUR = (
     "tp2_sp_pp2",
@@ -98,6 +106,7 @@ FOUR = (
     "pp4_vpp2_block",
     "pp4_block",
     "tp2_sp_pp2_block",
+    "tp2_sp_pp2_shared",
 )
 FAULTS = (
     "dp2:lost_expert_sum",
@@ -118,6 +127,8 @@ FAULTS = (
     "tp2_sp:lost_health_sum",
     "tp2_block:depth_counted_twice",
     "tp2_sp_block:lost_depth_sum",
+    "tp2_sp_shared:lost_share_sum",
+    "pp2_shared_recompute_full:lost_shared_gradient",
 )
 
 

@@ -204,7 +204,32 @@ def _lost_depth_sum() -> None:
     depth_health.dist = SimpleNamespace(all_reduce=lambda *_, **__: None)
 
 
+def _lost_share_sum() -> None:
+    """Tensor: scalars of shared heads get the gradient of local heads only."""
+    from megatron_ext.layers import shared_heads
+
+    shared_heads.tensor_parallel = SimpleNamespace(
+        copy_to_tensor_model_parallel_region=lambda x, group=None: x,
+        checkpoint=shared_heads.tensor_parallel.checkpoint,
+    )
+
+
+def _lost_shared_gradient() -> None:
+    """Pipeline, recomputed: what later layers read of earlier ones brings no gradient back."""
+    from megatron_ext.layers.shared_heads import HeadShare
+
+    real = HeadShare.forward
+
+    def forward(self: Any, own: torch.Tensor) -> Any:
+        self.heads = tuple(heads.detach() for heads in self.heads)
+        return real(self, own)
+
+    HeadShare.forward = forward
+
+
 FAULTS = {
+    "lost_share_sum": Fault(before=_lost_share_sum),
+    "lost_shared_gradient": Fault(before=_lost_shared_gradient),
     "depth_counted_twice": Fault(before=_depth_counted_twice),
     "lost_depth_sum": Fault(before=_lost_depth_sum),
     "lost_health_sum": Fault(before=_lost_health_sum),

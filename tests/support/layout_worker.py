@@ -87,6 +87,8 @@ GATED = ["model.attention=gated", "model.first_dense_layers=null", "optim.eps=1e
 # Blocks of two layers in six: sums finish inside and between stages. Queries away from zero, where
 # the gradients of keys and scores vanish; at 0.1 the model itself amplifies rounding fivefold.
 BLOCK = ["residual=block", "residual.block_size=2", "residual.query_std=0.03"]
+# Blocks of three layers, of both kinds of attention; scalars away from zero, where nothing is read.
+SHARED = ["residual=shared", "residual.block_size=3", "residual.share_std=0.2"]
 CASES: dict[str, list[str]] = {
     "one": [],
     "one_recompute_full": ["train.recompute=full"],
@@ -186,9 +188,23 @@ CASES: dict[str, list[str]] = {
     "pp4_vpp2_block": [*BLOCK, "parallel.pipeline=4", "parallel.virtual_pipeline=2"],
     "pp4_block": [*BLOCK, "parallel.pipeline=4", "parallel.stage_layers=[0,3,0,3]"],
     "tp2_sp_pp2_block": [*BLOCK, "parallel.tensor=2", "parallel.pipeline=2"],
+    "one_shared": SHARED,
+    "one_shared_recompute_full": [*SHARED, "train.recompute=full"],
+    "one_shared_recompute_selective": [*SHARED, "train.recompute=selective"],
+    "tp2_sp_shared": [*SHARED, "parallel.tensor=2"],
+    "tp2_shared": [*SHARED, "parallel.tensor=2", "parallel.sequence=false"],
+    "cp2_shared": [*SHARED, "parallel.context=2"],
+    "pp2_shared_recompute_full": [*SHARED, "parallel.pipeline=2", "train.recompute=full"],
+    "pp2_vpp2_shared": [
+        *SHARED,
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
+        "parallel.stage_layers=[0,3,3,0]",
+    ],
+    "tp2_sp_pp2_shared": [*SHARED, "parallel.tensor=2", "parallel.pipeline=2"],
 }
 # One-rank cases beside `one` that are other models, with checkpoints of their own.
-MODELS = ("one_block",)
+MODELS = ("one_block", "one_shared")
 # These route by themselves: their arithmetic is that of one rank, bit for bit.
 FREE = (
     "one_recompute_full",
@@ -196,12 +212,14 @@ FREE = (
     "one_evaluated",
     "one_block_recompute_full",
     "one_block_recompute_selective",
+    "one_shared_recompute_full",
+    "one_shared_recompute_selective",
 )
 
 
 def truth_of(case: str) -> str:
     """The case on one rank that a case is compared with."""
-    for special in ("block_padded", "isolated", "gated", "padded", "awkward", "block"):
+    for special in ("block_padded", "isolated", "gated", "padded", "awkward", "block", "shared"):
         if special in case:
             return f"one_{special}"
     return "one"
