@@ -141,6 +141,7 @@ RANGES: dict[str, Range] = {
     "generate.temperature": AMOUNT,
     "generate.top_k": AMOUNT,
     "plan.world_size": COUNT,
+    "plan.imbalance": COUNT,
 }
 
 

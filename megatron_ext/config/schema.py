@@ -262,6 +262,7 @@ class LoggingOptions:
 @dataclass
 class PlanOptions:
     world_size: int | None = option(None, "Ranks; default: the fewest that the layout needs")
+    imbalance: float = option(1.1, "Rows of the busiest rank's experts, over the mean")
 
 
 @dataclass

@@ -71,7 +71,7 @@ class SdpaAttention(nn.Module):
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         value_width = v.shape[-1]
-        if not q.is_cuda:
+        if q.device.type == "cpu":
             # torch's fused kernel for CPUs wants one width; without it there are [s, s] scores.
             width = max(q.shape[-1], value_width)
             q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))

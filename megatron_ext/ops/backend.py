@@ -37,6 +37,12 @@ def triton_misfit(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def planned(x: Tensor, backend: KernelBackend) -> bool:
+    """Whether what a kernel allocates is asked for: on the meta device, where a plan counts memory,
+    the stand-ins of `ops.without_memory` take the place of our Triton kernels."""
+    return x.device.type == "meta" and backend in (KernelBackend.auto, KernelBackend.triton)
+
+
 def choose_backend(
     backend: KernelBackend,
     *,

@@ -69,8 +69,26 @@ def plan_one(config: RunConfig) -> int:
         *filter(None, [hops_table(config)]),
         work_table(config, world_size=world_size, flops=flops),
     ]
+    # Quick so far; what follows takes seconds a stage.
     print("\n\n".join(sections), flush=True)
+    print("\n" + "\n\n".join(costs(config, vocab_size, world_size=world_size)), flush=True)
     return 0
+
+
+def costs(config: RunConfig, vocab_size: int, *, world_size: int) -> list[str]:
+    """Tables of memory and messages."""
+    from megatron_ext.plan.memory import memory_of
+    from megatron_ext.plan.rehearsal import rehearse
+    from megatron_ext.plan.report import memory_table, traffic_table
+    from megatron_ext.plan.traffic import step_traffic
+
+    imbalance = config.plan.imbalance
+    memories, sent = [], []
+    for number in range(config.parallel.pipeline):
+        stage = rehearse(config, vocab_size, stage=number, imbalance=imbalance)
+        memories.append(memory_of(config, stage, number=number, world_size=world_size))
+        sent.append(step_traffic(config, stage, number=number, world_size=world_size))
+    return [memory_table(memories, imbalance=imbalance), *filter(None, [traffic_table(sent)])]
 
 
 def stages_of_curriculum(stages: dict[str, RunConfig]) -> str:

@@ -20,10 +20,20 @@ PROBE = """
 import sys, time
 sys.path.insert(0, sys.argv.pop(1))
 import pretrain
+
+class Clock:
+    first = None
+    def write(self, text):
+        Clock.first = Clock.first or ("FLOPs a token" in text and time.process_time()) or None
+        return sys.__stdout__.write(text)
+    def flush(self):
+        sys.__stdout__.flush()
+
+sys.stdout = Clock()
 code = pretrain.main(sys.argv[1:])
 import torch
 print("PROBE", code, torch.cuda.is_initialized(), torch.distributed.is_initialized(),
-      time.process_time(), file=sys.stderr)
+      Clock.first, time.process_time(), file=sys.stderr)
 sys.exit(code)
 """
 
@@ -44,8 +54,10 @@ def test_the_whole_of_kimi_k3_is_planned_for_4096_ranks_in_seconds(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     probe = done.stderr.splitlines()[-1].split()
     assert probe[:4] == ["PROBE", "0", "False", "False"]
-    # 20 s is the promise for a machine of one's own; CPU time, since others may share this one
-    assert float(probe[4]) < 20
+    # 20 s and 60 s are promised on a machine of one's own; CPU time, since others may share this
+    layout_and_counts, everything = float(probe[4]), float(probe[5])
+    assert layout_and_counts < 20
+    assert everything < 60
     assert list(tmp_path.iterdir()) == []
     text = done.stdout
     for line in (

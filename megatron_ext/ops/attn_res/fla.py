@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_ext.ops import without_memory
+
 # Beyond this one program cannot hold a row of float32 in registers without spilling.
 MAX_WIDTH = 16384
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,6 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def available(device: torch.device) -> bool:
     """Whether an fla with this kernel is installed and ``device`` can run it. Imports nothing."""
+    if device.type == "meta":  # a stand-in runs, for plans
+        return True
     if device.type != "cuda" or importlib.util.find_spec("fla") is None:
         return False
     return importlib.util.find_spec("fla.ops.attnres") is not None
@@ -43,11 +47,13 @@ def depth_mix_fla(
         ValueError: no CUDA tensors, or a dtype or width that the kernel does not take.
     """
     first = sources[0]
-    if first.device.type != "cuda" or not fits(first.dtype, first.shape[-1]):
+    if first.device.type not in ("cuda", "meta") or not fits(first.dtype, first.shape[-1]):
         raise ValueError(
             f"backend fla: given {first.dtype} [..., {first.shape[-1]}] on {first.device}, allowed "
             f"float32, bfloat16 or float16 up to width {MAX_WIDTH} on cuda; use backend dense"
         )
+    if first.device.type == "meta":
+        return without_memory.depth_mix(sources, query, key_weight, norm_weight)
     from fla.ops.attnres import fused_attnres
 
     # checkpoint_level 1: the mixture before its norm is not stored but computed again.

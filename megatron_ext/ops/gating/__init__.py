@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.schema import KernelBackend, KernelOptions
-from megatron_ext.ops.backend import choose_backend, rejection, triton_misfit
+from megatron_ext.ops import without_memory
+from megatron_ext.ops.backend import choose_backend, planned, rejection, triton_misfit
 from megatron_ext.ops.gating.dense import head_gate_dense
 from megatron_ext.ops.gating.reference import head_gate_reference
 
@@ -53,6 +54,8 @@ def head_gate(
             "[s, b, H * D] and [D]"
         )
     options = kernels or KernelOptions()
+    if planned(o, options.backend):
+        return without_memory.head_gate(o, gate, weight)
     chosen = resolve_backend(
         options.backend, o.device, o.dtype, width=width, require=options.require
     )

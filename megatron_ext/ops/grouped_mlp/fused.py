@@ -22,9 +22,9 @@ def misfit(device: torch.device, dtype: torch.dtype, widths: Iterable[int]) -> s
     """Why the kernel cannot take such tensors; None if it can."""
     if grouped_mm() is None:
         return "this torch has no grouped_mm"
-    if device.type != "cuda":
+    if device.type not in ("cuda", "meta"):
         return f"it needs a CUDA device, the tensors are on {device.type}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 or above"
     if dtype is not torch.bfloat16:
         return f"it takes bfloat16 only, not {dtype}"

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.config.schema import Gate
+from megatron_ext.ops import without_memory
 from megatron_ext.ops.kda.documents import document_lengths
 
 MAX_HEAD_DIM = 256
@@ -22,7 +23,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def available(device: torch.device) -> bool:
-    """Whether fla is installed and ``device`` can run it. Does not import it."""
+    """Whether fla is installed and ``device`` can run it. Does not import it. On the meta device,
+    where a plan counts memory, a stand-in runs."""
+    if device.type == "meta":
+        return True
     return device.type == "cuda" and importlib.util.find_spec("fla") is not None
 
 
@@ -62,10 +66,23 @@ def fla_kda(
         )
     if cu_seqlens is not None and q.shape[0] != 1:  # raises; offsets are not read back from the GPU
         document_lengths(cu_seqlens, batch=q.shape[0], tokens=q.shape[1])
-    from fla.ops.kda import chunk_kda
-
     # A slope of exp(0) = 1 is the gate without A_log; older releases of fla do not accept None.
     slope = A_log if A_log is not None else dt_bias.new_zeros(q.shape[2])
+    if q.device.type == "meta":
+        return without_memory.kda(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            z.contiguous(),
+            beta_logits.float().contiguous(),
+            slope.float(),
+            dt_bias.float().flatten(),
+            initial_state,
+            documents=q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1,
+            output_final_state=output_final_state,
+        )
+    from fla.ops.kda import chunk_kda
+
     result: tuple[Tensor, Tensor | None] = chunk_kda(
         q=q.contiguous(),
         k=k.contiguous(),
@@ -101,6 +118,8 @@ def fla_short_conv(
         ValueError: an input that fla cannot take.
     """
     _check(x)
+    if x.device.type == "meta":
+        return without_memory.short_conv(x.contiguous(), weight.contiguous()), None
     from fla.modules.convolution import causal_conv1d
 
     # fla's state is as wide as the filter; its oldest column meets no tap.
@@ -117,7 +136,7 @@ def fla_short_conv(
 
 
 def _check(x: Any) -> None:
-    if x.device.type != "cuda":
+    if x.device.type not in ("cuda", "meta"):
         raise ValueError(f"backend fla: given tensors on {x.device}, allowed cuda; use dense")
     if x.dtype not in DTYPES:
         raise ValueError(f"backend fla: given {x.dtype}, allowed float32, bfloat16; use dense")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.schema import KernelBackend
-from megatron_ext.ops.backend import choose_backend, rejection, triton_misfit
+from megatron_ext.ops import without_memory
+from megatron_ext.ops.backend import choose_backend, planned, rejection, triton_misfit
 from megatron_ext.ops.situ.dense import situ_glu_dense
 from megatron_ext.ops.situ.reference import situ_glu_reference
 
@@ -64,6 +65,8 @@ def situ_glu(
         )
     if any(bound is not None and bound <= 0 for bound in (beta, linear_beta)):
         raise ValueError(f"situ_glu: given bounds {beta} and {linear_beta}, allowed > 0")
+    if planned(gate, backend):
+        return without_memory.situ_glu(gate, up, scale)
     width = gate.shape[-1] // (2 if up is None else 1)
     chosen = resolve_backend(backend, gate.device, gate.dtype, width=width, require=require)
     if chosen is KernelBackend.triton:

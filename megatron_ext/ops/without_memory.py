@@ -1,0 +1,147 @@
+"""What the fused GPU kernels allocate, for tensors that have a shape and no memory (device meta).
+
+A plan runs the real modules on the meta device and counts bytes. Kernels written in Triton or CUDA
+cannot run there; each has a stand-in here that makes the same results, keeps the same tensors for
+the backward pass, and takes the same space meanwhile. Kept tensors follow fla-core 0.6 and torch
+2.11; the space that a kernel takes meanwhile (`scratch`) is an estimate.
+
+Shapes: B batch, T tokens, H heads, K and V widths of key and value, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+KDA_CHUNK = 64  # C
+KDA_BLOCK = 16  # of the triangular inverse
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        made: Sequence[Tensor],
+        kept: Sequence[Tensor | None],
+        scratch: int,
+        *inputs: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*kept)
+        ctx.scratch = scratch
+        ctx.inputs = [None if x is None else (x.shape, x.dtype) for x in inputs]
+        return tuple(x.view_as(x) for x in made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scratch = _bytes(ctx.scratch)
+        found = [
+            None if x is None else torch.empty(x[0], dtype=x[1], device="meta") for x in ctx.inputs
+        ]
+        del scratch
+        return None, None, None, *found
+
+
+def _bytes(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device="meta")
+
+
+def _run(
+    made: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
+    *,
+    kept: Sequence[Tensor | None],
+    scratch: int = 0,
+) -> tuple[Tensor, ...]:
+    """The results `made` as a function of `inputs`.
+
+    Args:
+        kept: tensors that stay until the backward pass.
+        scratch: bytes that are taken during the backward pass.
+    """
+    return _StandIn.apply(made, kept, scratch, *inputs)  # type: ignore[no-any-return, no-untyped-call]  # torch's own lacks types
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    A_log: Tensor,  # noqa: N803  (the name of the parameter in every checkpoint)
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    *,
+    documents: int,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """fla's `chunk_kda` with norm, gate and sigmoid inside; arguments as it takes them.
+
+    Of queries and keys it keeps the normed ones, with one number a row, and two products [T, C] a
+    head. States of chunks and the rest are made anew in the backward pass.
+    """
+    batch, tokens, heads, key = q.shape
+    value, rows, size = v.shape[-1], batch * tokens * heads, v.element_size()
+    states = size * key * value // KDA_CHUNK  # of a token
+    scratch = _bytes(rows * (4 * (key + KDA_BLOCK) + size * (3 * key + value) + states))
+    made = [torch.empty_like(v)]
+    if output_final_state:
+        made.append(q.new_empty(documents, heads, key, value, dtype=torch.float32))
+    normed = torch.empty_like(q), torch.empty_like(k)
+    norms = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in normed]
+    products = [q.new_empty(*q.shape[:3], KDA_CHUNK) for _ in range(2)]
+    del scratch
+    kept = (*normed, *norms, *products, v, z, beta, A_log, dt_bias, initial_state)
+    # Sums of decays and gradients in float32, what the forward pass threw away, states twice.
+    backward = rows * (4 * (4 * key + KDA_CHUNK) + size * (5 * key + 3 * value) + 2 * states)
+    out, *final = _run(
+        made, (q, k, v, z, beta, A_log, dt_bias, initial_state), kept=kept, scratch=backward
+    )
+    return out, final[0] if final else None
+
+
+def short_conv(x: Tensor, weight: Tensor) -> Tensor:
+    """fla's causal convolution with SiLU: keeps its input, computes the sum before SiLU again."""
+    return _run([torch.empty_like(x)], (x, weight), kept=(x, weight))[0]
+
+
+def situ_glu(gate: Tensor, up: Tensor | None, scale: Tensor | None) -> Tensor:
+    """Our SiTU-GLU kernel: keeps its inputs. Without `up` the gate holds both branches."""
+    width = gate.shape[-1] // (2 if up is None else 1)
+    inputs = (gate, up, scale)
+    return _run([gate.new_empty(*gate.shape[:-1], width)], inputs, kept=inputs)[0]
+
+
+def head_gate(o: Tensor, gate: Tensor, weight: Tensor | None) -> Tensor:
+    """Our gated norm of [B, T, H, V], to [T, B, H * V]: keeps its inputs."""
+    inputs = (o, gate, weight)
+    return _run([torch.empty_like(gate, dtype=o.dtype)], inputs, kept=inputs)[0]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Fused attention of [B, H, T, K] to [B, H, T, V]: keeps inputs, result and a number a row.
+
+    Its backward pass sums the queries' gradient in float32.
+    """
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    sums = q.new_empty(q.shape[:3], dtype=torch.float32)
+    scratch = 4 * (q.numel() + sums.numel())
+    return _run([out], (q, k, v), kept=(q, k, v, out, sums), scratch=scratch)[0]
+
+
+def depth_mix(sources: Sequence[Tensor], *vectors: Tensor | None) -> Tensor:
+    """fla's mix over depth: keeps the sources and two numbers a token and source."""
+    first, inputs = sources[0], (*sources, *vectors)
+    shape = (len(sources), *first.shape[:-1])
+    numbers = [first.new_empty(shape, dtype=torch.float32) for _ in range(2)]
+    return _run([torch.empty_like(first)], inputs, kept=(*inputs, *numbers))[0]
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """torch's fused norm: keeps its input and one number a row."""
+    row = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return _run([torch.empty_like(x)], (x, weight), kept=(x, weight, row))[0]

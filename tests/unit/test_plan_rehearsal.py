@@ -1,0 +1,146 @@
+"""A rehearsal on the meta device predicts the bytes of a real step, and those of a measured one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.optimizer import ChainedOptimizer
+
+from megatron_ext.config.compose import compose
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.parallel import cpu_support, runtime
+from megatron_ext.plan.memory import memory_of
+from megatron_ext.plan.rehearsal import rehearse
+from megatron_ext.train.state import TrainState, build_state
+from megatron_ext.train.step import forward, next_batches, sharing, train_step
+
+GIB = 1 << 30
+VOCABULARY = 384  # of the byte tokenizer
+
+
+def nano(*words: str) -> RunConfig:
+    return compose(["model=nano", "data=sample", "run.device=cpu", "run.dir=unused", *words])
+
+
+def saved_bytes(state: TrainState) -> int:
+    """What autograd saves in one forward pass, beside weights and buffers."""
+    chunk = state.chunks[0]
+    own = [*chunk.parameters(), *chunk.module.buffers()]
+    known = {x.untyped_storage().data_ptr() for x in own}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in known:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        forward(
+            next_batches(state),
+            chunk,
+            device=state.runtime.device,
+            sources=1,
+            buckets=[0],
+            share=sharing(state),
+        )
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+def optimizer_bytes(state: TrainState) -> int:
+    """Moments, and main weights that are no weights of the model."""
+    optimizer = state.optimizer
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    weights = {x.untyped_storage().data_ptr() for x in state.chunks[0].parameters()}
+    total = 0
+    for part in parts:
+        for group in part.optimizer.param_groups:
+            for main in group["params"]:
+                total += sum(x.nbytes for x in part.optimizer.state[main].values())
+                total += main.nbytes * (main.untyped_storage().data_ptr() not in weights)
+    return total
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train.recompute=none",),
+        ("train.recompute=selective", "run.precision=bf16"),
+        ("train.recompute=full", "residual=block"),
+    ],
+    ids=" ".join,
+)
+def test_bytes_of_a_real_step_are_predicted(words: tuple[str, ...]) -> None:
+    config = nano(*words)
+    stage = rehearse(config, VOCABULARY, stage=0, imbalance=1.0)
+    memory = memory_of(config, stage, number=0, world_size=1)
+    place = runtime.start(config.run)
+    try:
+        state = build_state(config, place)
+        train_step(state)
+        ddp = state.chunks[0]
+        held = [*ddp.parameters(), *ddp.module.buffers()]
+        assert memory.parameters == sum(x.nbytes for x in held)
+        assert memory.optimizer == optimizer_bytes(state)
+        buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+        gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+        assert 0 <= gradients - memory.gradients < 4096  # megatron-core pads its buffers
+        # Autograd does not count what dispatchers of five layers hold: the map, and 24 bytes a row
+        # and 8 a token to find rows. The rest must agree to the byte, but for the loss.
+        tokens, experts = 2 * 256, config.model.experts
+        held_a_layer = tokens * (experts.num_experts + 24 * experts.top_k + 8) + 8
+        assert 0 <= stage.chunks[0].kept - saved_bytes(state) <= 5 * held_a_layer + 4
+    finally:
+        runtime.stop()
+        cpu_support.uninstall()
+
+
+MINI = ("model=mini", "data=sample", "run.precision=bf16", "train.batch_tokens=65536")
+
+
+@pytest.mark.parametrize(
+    ("words", "measured"),
+    [
+        (("train.micro_batch_size=4",), 48.14),
+        (("train.micro_batch_size=4", "residual=block"), 48.74),
+        (
+            ("train.micro_batch_size=8", "data.sequence_length=8192", "train.recompute=full"),
+            42.99,
+        ),
+    ],
+    ids=["experts", "attention residuals", "recomputed"],
+)
+def test_memory_that_one_h200_measured_is_predicted(
+    words: tuple[str, ...], measured: float
+) -> None:
+    config = compose(["run.mode=plan", *MINI, *words])
+    stage = rehearse(config, VOCABULARY, stage=0, imbalance=1.0)
+    memory = memory_of(config, stage, number=0, world_size=1)
+    # Measured before rows of experts were summed by one kernel, which spares 2.7 GiB meanwhile: the
+    # third is 7 % lower by now, the others 0.5 and 1.5 %.
+    assert memory.total / GIB == pytest.approx(measured, rel=0.1)
+
+
+def test_tensor_and_expert_parallelism_send_what_their_shapes_say() -> None:
+    config = nano("parallel.tensor=2", "parallel.expert=2", "run.mode=plan", "plan.world_size=2")
+    stage = rehearse(config, VOCABULARY, stage=0, imbalance=1.0)
+    sent = stage.chunks[0].work_forward.sent
+    tokens, experts = 2 * 256 // 2, config.model.experts
+    # Five layers send rows of the latent width and their weights out, and rows back; half stay.
+    row = 4 * (2 * (experts.latent_size or 0) + 1)
+    assert sent["expert", "alltoall"] == 5 * tokens * experts.top_k * row // 2
+    assert sent["tensor", "reduce_scatter"] > 0
+
+
+def test_a_longer_context_parallel_rank_gathers_latents_and_states() -> None:
+    config = nano("parallel.context=2", "run.mode=plan", "plan.world_size=2")
+    sent = rehearse(config, VOCABULARY, stage=0, imbalance=1.0).chunks[0].work_forward.sent
+    assert sent["context", "allgather"] > 0
+    assert {kind for kind, _ in sent} <= {"context", "other"}
+
+
+def test_more_rows_for_the_busiest_rank_take_more_memory() -> None:
+    config = nano("run.mode=plan", "parallel.expert=2", "plan.world_size=2")
+    even, more = (
+        rehearse(config, VOCABULARY, stage=0, imbalance=load).chunks[0].kept for load in (1.0, 1.5)
+    )
+    assert more > even
