@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_ext.checkpoint.hf.exporting import Export, export
 from megatron_ext.checkpoint.hf.importing import import_folder
 from tests.support import hf_configs
 from tests.support.reference_files import write_random_folder
+from tests.support.reference_model import ReferenceModel
 from tests.support.runs import Launcher
 
 # Heads, widths and experts that two ranks divide; six layers in blocks of two, so that sums of
@@ -66,11 +70,13 @@ class Scorer:
         path.write_text(json.dumps(content))
         return path
 
-    def __call__(self, name: str, *words: str, ranks: int = 1, code: int = 0) -> dict[str, Any]:
+    def __call__(
+        self, name: str, *words: str, model: Sequence[str] = (), ranks: int = 1, code: int = 0
+    ) -> dict[str, Any]:
         output = self.folder / f"{name}.json"
+        hf = self.folder / "hf"
         words = (
-            f"model={self.folder}/hf/config.json",
-            f"checkpoint.load={self.folder}/hf",
+            *(model or (f"model={hf}/config.json", f"checkpoint.load={hf}")),
             "run.mode=score",
             "run.device=cpu",
             f"score.tokens={self.folder}/in.json",
@@ -78,6 +84,11 @@ class Scorer:
             "score.float64=true",
             *words,
         )
+        self.command(name, *words, ranks=ranks, code=code)
+        return dict(json.loads(output.read_text())) if output.exists() else {}
+
+
+    def command(self, name: str, *words: str, ranks: int = 1, code: int = 0) -> None:
         log = self.folder / f"{name}.log"
         if ranks == 1:
             runs = [self._launcher.start(words, output=log)]
@@ -86,7 +97,6 @@ class Scorer:
         codes = [run.wait() for run in runs]
         self.text = "\n".join(run.text for run in runs)
         assert codes == [code] * ranks, self.text
-        return dict(json.loads(output.read_text())) if output.exists() else {}
 
 
 @pytest.fixture(scope="module")
@@ -134,14 +144,33 @@ def test_every_layout_scores_as_one_rank(score: Scorer, one: dict[str, Any], lay
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_of_ours_scores_as_the_folder(score: Scorer, one: dict[str, Any], dtype: str) -> None:
-    import torch
-
     ours = score.folder / dtype
     import_folder(score.folder / "hf", ours, dtype=getattr(torch, dtype), workers=1)
     found = score(f"from_{dtype}", f"checkpoint.load={ours}", TENSOR, ranks=2)
     distance = max(differences(found, one))
     # Weights in bfloat16 are other weights.
     assert distance <= EXACT if dtype == "float32" else 1e-3 < distance < math.inf
+
+
+@pytest.mark.parametrize("residual", ["standard", "block"])
+def test_a_trained_and_exported_nano_is_the_published_model(score: Scorer, residual: str) -> None:
+    """Two steps of training, so that biases and queries are what training makes of them; our
+    checkpoint at two ranks, its export in the reference model."""
+    run = score.folder / f"nano_{residual}"
+    model = ("model=nano", f"residual={residual}", f"run.dir={run}", "run.device=cpu")
+    small = ("data=sample", "data.sequence_length=64", "train.batch_tokens=512", "train.steps=2")
+    score.command(f"train_{residual}", *model, *small, "evaluate.tokens=128", "model.init_std=0.1")
+    ours = score(f"nano_{residual}_scores", TENSOR, EXPERT, model=model, ranks=2)
+    export(Export(run / "checkpoints" / "step_00000002", torch.float32), run / "hf", workers=1)
+    reference = ReferenceModel(run / "hf")
+    biases = [t for n, t in reference.tensors.items() if n.endswith("e_score_correction_bias")]
+    assert all(bias.any() for bias in biases)
+    truth = reference(ours["tokens"], ours["documents"])
+    for mine, theirs in zip(ours["log_probabilities"], truth.log_probabilities, strict=True):
+        got = torch.tensor([math.nan if x is None else x for x in mine], dtype=torch.float64)
+        torch.testing.assert_close(got, theirs.detach(), atol=EXACT, rtol=0, equal_nan=True)
+    for routes, by_layer in zip(truth.routes, ours["experts"], strict=True):
+        assert by_layer == {str(layer): route.experts.tolist() for layer, route in routes.items()}
 
 
 def test_given_experts_are_used_and_an_earlier_output_changes_nothing(
