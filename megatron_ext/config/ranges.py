@@ -142,6 +142,7 @@ RANGES: dict[str, Range] = {
     "generate.top_k": AMOUNT,
     "plan.world_size": COUNT,
     "plan.imbalance": COUNT,
+    "plan.gpu_hour_price": AMOUNT,
 }
 
 

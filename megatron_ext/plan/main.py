@@ -71,24 +71,35 @@ def plan_one(config: RunConfig) -> int:
     ]
     # Quick so far; what follows takes seconds a stage.
     print("\n\n".join(sections), flush=True)
-    print("\n" + "\n\n".join(costs(config, vocab_size, world_size=world_size)), flush=True)
+    print(
+        "\n" + "\n\n".join(costs(config, vocab_size, world_size=world_size, flops=flops)),
+        flush=True,
+    )
     return 0
 
 
-def costs(config: RunConfig, vocab_size: int, *, world_size: int) -> list[str]:
-    """Tables of memory and messages."""
+def costs(config: RunConfig, vocab_size: int, *, world_size: int, flops: float) -> list[str]:
+    """Tables of memory, messages and time."""
+    from megatron_ext.plan.calibration import load_calibration
     from megatron_ext.plan.memory import memory_of
     from megatron_ext.plan.rehearsal import rehearse
-    from megatron_ext.plan.report import memory_table, traffic_table
+    from megatron_ext.plan.report import memory_table, time_table, traffic_table
+    from megatron_ext.plan.timing import step_time
     from megatron_ext.plan.traffic import step_traffic
 
-    imbalance = config.plan.imbalance
-    memories, sent = [], []
+    imbalance, calibration = config.plan.imbalance, load_calibration(config.plan.calibration)
+    stages, memories, sent = [], [], []
     for number in range(config.parallel.pipeline):
         stage = rehearse(config, vocab_size, stage=number, imbalance=imbalance)
+        stages.append(stage)
         memories.append(memory_of(config, stage, number=number, world_size=world_size))
         sent.append(step_traffic(config, stage, number=number, world_size=world_size))
-    return [memory_table(memories, imbalance=imbalance), *filter(None, [traffic_table(sent)])]
+    took = step_time(config, stages, calibration, world_size=world_size)
+    return [
+        memory_table(memories, imbalance=imbalance, limit_gib=calibration.memory_gib),
+        *filter(None, [traffic_table(sent)]),
+        time_table(config, took, calibration, world_size=world_size, flops=flops),
+    ]
 
 
 def stages_of_curriculum(stages: dict[str, RunConfig]) -> str:
