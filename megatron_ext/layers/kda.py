@@ -46,8 +46,9 @@ from megatron_ext.layers.linears import (
 )
 from megatron_ext.layers.norms import GatedHeadNorm
 from megatron_ext.layers.shared_heads import HeadShare
-from megatron_ext.ops.kda import context_kda, kda, short_conv
+from megatron_ext.ops.kda import context_kda, kda
 from megatron_ext.ops.kda.health import AttentionHealth, Sum
+from megatron_ext.ops.qkv_conv import qkv_conv
 from megatron_ext.parallel.context import span_of, with_previous
 
 
@@ -59,7 +60,7 @@ class KimiDeltaAttention(ShardedModule):
 
     Args:
         options: sizes, gate and backend.
-        kernels: backend of the output norm and gate; None takes the defaults.
+        kernels: backend of the convolution, the output norm and gate; None takes the defaults.
         share: makes the `HeadShare` before the output projection; None: there is none.
         pg_collection: process groups; None takes megatron-core's.
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
@@ -92,7 +93,7 @@ class KimiDeltaAttention(ShardedModule):
                 "as model.kda.head_dim"
             )
         self.cp_group = context_group(config, pg_collection)
-        self.options = options
+        self.options, self.kernels = options, kernels
         self.health: AttentionHealth | None = None
         heads = local_share(options.num_heads, tp_group, key="model.kda.num_heads")
         self.local_heads = heads
@@ -252,13 +253,15 @@ class KimiDeltaAttention(ShardedModule):
             cu_seqlens = span.cu_seqlens
             # The tokens in front belong to the first document.
             conv_bounds = None if cu_seqlens is None else F.pad(cu_seqlens[1:] + halo, (1, 0))
-        mixed, _ = short_conv(
-            qkv.transpose(0, 1),
-            self.conv_weight.flatten(0, 1),
+        q, k, v = qkv_conv(
+            qkv,
+            self.conv_weight,
+            heads=heads,
+            halo=halo,
             cu_seqlens=conv_bounds,
             backend=options.backend,
+            kernels=self.kernels,
         )
-        q, k, v = mixed[:, halo:].unflatten(-1, (3, heads, options.head_dim)).unbind(-3)
         inputs = (
             q,
             k,

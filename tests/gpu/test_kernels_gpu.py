@@ -14,6 +14,7 @@ if torch.cuda.is_available():
     # Importing them imports Triton.
     from tests.kernels.expert_rows import *  # noqa: F403
     from tests.kernels.gating import *  # noqa: F403
+    from tests.kernels.qkv_conv import *  # noqa: F403
     from tests.kernels.situ import *  # noqa: F403
 
 pytestmark = [

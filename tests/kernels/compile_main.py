@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from megatron_ext.ops.expert_rows import triton as expert_rows
 from megatron_ext.ops.gating import triton as gating
 from megatron_ext.ops.launch import launch_settings
+from megatron_ext.ops.qkv_conv import triton as conv
 from megatron_ext.ops.situ import triton as situ
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -29,6 +30,7 @@ SITU = {"scale": "*fp32", "d_scale": "*fp32", "beta": "fp32", "linear_beta": "fp
 K3 = {"HAS_SCALE": True, "BOUNDED_GATE": True, "BOUNDED_UP": True}
 ROWS = {"rows": "*bf16", "order": "*i64", "starts": "*i64"}
 GATE = {"d_weight": "*fp32", "eps": "fp32"}
+CONV = {"starts": "*i64", "weight": "*fp32", "d_weight": "*fp32", "halo": "i32", "part": "i32"}
 KERNELS = [
     (situ._forward_kernel, launch_settings("situ_forward", 3072), K3, SITU),
     (situ._backward_kernel, launch_settings("situ_backward", 3072), K3, SITU),
@@ -45,8 +47,20 @@ KERNELS = [
         {"NORM": True, "TOKENS": gating.TOKENS},
         GATE,
     ),
+    (
+        conv._forward_kernel,
+        launch_settings("qkv_conv_forward", 12288),
+        {"DOCUMENTS": True, "TAPS": 4},
+        CONV,
+    ),
+    (
+        conv._backward_kernel,
+        launch_settings("qkv_conv_backward", 12288),
+        {"DOCUMENTS": True, "TAPS": 4, "TAPS_PADDED": 4},
+        CONV,
+    ),
 ]
-INTEGERS = re.compile(r"width|rows|tokens|heads|length|batch|.*_(row|head|batch)")
+INTEGERS = re.compile(r"width|rows|tokens|heads|length|batch|channels|.*_(row|head|batch|part)")
 
 
 def compile_kernel(kernel, settings, constants, types) -> str:
