@@ -3,7 +3,8 @@
 `mini` in bfloat16 with full recomputation, 65,536 tokens a step or one sequence, whichever is more,
 in one micro-batch, at 8K, 64K, 256K and 1M tokens a sequence: tokens/s, model TFLOP/s by the hybrid
 count, peak memory, and what linear attention takes of the GPU's time. A length that does not fit
-says so. Before that linear attention alone, 8 heads, forward and backward, at the same lengths.
+says so. Before that both kinds of attention alone, 8 heads, forward and backward, at the same
+lengths, with the memory that they take beside their inputs and gradients.
 Steps of 1M are timed once and not profiled: full attention alone takes minutes there.
 
 Other words are overrides as for pretrain.py. Also under torchrun, with as many ranks as
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import torch
 from common import (
     Row,
     both_ways,
+    extra_gib,
     finish,
     free_memory,
     gpu_kernels,
@@ -29,9 +32,11 @@ from common import (
 )
 from kda import call, inputs
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ext.config.compose import compose
 from megatron_ext.config.schema import Gate, KdaBackend
+from megatron_ext.layers.core_attention import SdpaAttention
 from megatron_ext.model.count import flops_per_token
 from megatron_ext.parallel import runtime
 from megatron_ext.parallel.mesh import build_mesh
@@ -115,13 +120,23 @@ def steps_table(chosen: dict[int, list[str]], place: runtime.Runtime, *, steps: 
     return rows
 
 
-def operator_table(lengths: tuple[int, ...], *, device: torch.device) -> list[Row]:
-    """Linear attention alone: time a token must not depend on the length."""
+def operator_table(kind: str, lengths: tuple[int, ...], *, device: torch.device) -> list[Row]:
+    """One kind of attention alone: time a token of linear attention must not depend on the length,
+    nor memory a token of either."""
+    both_kinds = {"linear": linear_attention, "full": full_attention}
     rows: list[Row] = []
     for length in lengths:
         try:
-            took = operator_milliseconds(length, device=device)
-            rows.append({"tokens": length, "fwd+bwd ms": took, "us a token": 1e3 * took / length})
+            both = both_kinds[kind](length, device)
+            took = milliseconds(both, device=device, repeats=3, warm_up=1)
+            rows.append(
+                {
+                    "tokens": length,
+                    "fwd+bwd ms": took,
+                    "us a token": 1e3 * took / length,
+                    "extra GiB": extra_gib(both, device=device),
+                }
+            )
         except torch.cuda.OutOfMemoryError as error:
             rows.append({"tokens": length, "remark": str(error).split(".")[0]})
         free_memory()
@@ -129,13 +144,30 @@ def operator_table(lengths: tuple[int, ...], *, device: torch.device) -> list[Ro
     return rows
 
 
-def operator_milliseconds(length: int, *, device: torch.device) -> float:
+def linear_attention(length: int, device: torch.device) -> Callable[[], object]:
     """Forward and backward of one sequence."""
     on_gpu = device.type == "cuda"
     heads, width, dtype = (HEADS, 128, torch.bfloat16) if on_gpu else (2, 32, torch.float32)
     tensors = inputs(heads, length, width, device=device, dtype=dtype)
-    forward = partial(call, tensors, gate=Gate.bounded, backend=KdaBackend.auto)
-    return milliseconds(both_ways(forward, tensors), device=device, repeats=3, warm_up=1)
+    return both_ways(partial(call, tensors, gate=Gate.bounded, backend=KdaBackend.auto), tensors)
+
+
+def full_attention(length: int, device: torch.device) -> Callable[[], object]:
+    """The same, over heads of the widths of K3."""
+    on_gpu = device.type == "cuda"
+    heads, dtype = (HEADS, torch.bfloat16) if on_gpu else (2, torch.float32)
+    core = SdpaAttention(
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1),
+        num_heads=heads,
+        k_channels=192,
+        v_channels=128,
+        softmax_scale=192**-0.5,
+    )
+    tensors = [
+        torch.randn(1, length, heads, width, device=device, dtype=dtype, requires_grad=True)
+        for width in (192, 192, 128)
+    ]
+    return both_ways(partial(core, *tensors), tensors)
 
 
 def main() -> None:
@@ -155,8 +187,9 @@ def main() -> None:
     place = runtime.start(compose(chosen[lengths[0]]).run)
     tables: dict[str, list[Row]] = {}
     if options.only != "steps" and place.world_size == 1:
-        title = f"linear attention alone, {HEADS if large else 2} heads, forward and backward"
-        tables[title] = operator_table(lengths, device=place.device)
+        for kind in ("linear", "full"):
+            title = f"{kind} attention alone, {HEADS if large else 2} heads, forward and backward"
+            tables[title] = operator_table(kind, lengths, device=place.device)
     if options.only != "operator":
         title = f"steps of {'mini' if large else 'nano'}, {' '.join(overrides) or 'defaults'}"
         tables[title] = steps_table(chosen, place, steps=options.steps)

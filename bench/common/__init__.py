@@ -23,7 +23,17 @@ GIB = 2.0**30
 H200_FLOPS, H200_BANDWIDTH = 790e12, 4.3e12
 
 # Parts of the names of kernels: linear attention with its norm, gate and convolution.
-KDA_KERNELS = ("kda", "gla", "delta", "l2norm", "local_cumsum", "recompute_w_u", "conv1d", "solve")
+KDA_KERNELS = (
+    "kda",
+    "gla",
+    "delta",
+    "l2norm",
+    "local_cumsum",
+    "recompute_w_u",
+    "conv1d",
+    "solve",
+    "qkv_conv",
+)
 
 Row = dict[str, Any]
 

@@ -32,29 +32,29 @@ ROWS = {"rows": "*bf16", "order": "*i64", "starts": "*i64"}
 GATE = {"d_weight": "*fp32", "eps": "fp32"}
 CONV = {"starts": "*i64", "weight": "*fp32", "d_weight": "*fp32", "halo": "i32", "part": "i32"}
 KERNELS = [
-    (situ._forward_kernel, launch_settings("situ_forward", 3072), K3, SITU),
-    (situ._backward_kernel, launch_settings("situ_backward", 3072), K3, SITU),
-    (expert_rows._sum_kernel, launch_settings("expert_rows", 3584), {}, ROWS),
+    (situ._situ_forward, launch_settings("situ_forward", 3072), K3, SITU),
+    (situ._situ_backward, launch_settings("situ_backward", 3072), K3, SITU),
+    (expert_rows._expert_rows_sum, launch_settings("expert_rows", 3584), {}, ROWS),
     (
-        gating._forward_kernel,
+        gating._head_gate_forward,
         gating._settings("head_gate_forward", heads=96, width=128),
         {"NORM": True},
         GATE,
     ),
     (
-        gating._backward_kernel,
+        gating._head_gate_backward,
         gating._settings("head_gate_backward", heads=96, width=128),
         {"NORM": True, "TOKENS": gating.TOKENS},
         GATE,
     ),
     (
-        conv._forward_kernel,
+        conv._qkv_conv_forward,
         launch_settings("qkv_conv_forward", 12288),
         {"DOCUMENTS": True, "TAPS": 4},
         CONV,
     ),
     (
-        conv._backward_kernel,
+        conv._qkv_conv_backward,
         launch_settings("qkv_conv_backward", 12288),
         {"DOCUMENTS": True, "TAPS": 4, "TAPS_PADDED": 4},
         CONV,

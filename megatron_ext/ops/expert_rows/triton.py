@@ -14,7 +14,7 @@ from megatron_ext.ops.launch import launch_settings, rows_of
 
 
 @triton.jit
-def _sum_kernel(rows, order, starts, out, width, rows_row, BLOCK: tl.constexpr):
+def _expert_rows_sum(rows, order, starts, out, width, rows_row, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -40,5 +40,5 @@ def sum_rows_triton(x: Tensor, order: Tensor, starts: Tensor) -> Tensor:
     if out.numel():
         settings = launch_settings("expert_rows", width)
         grid = (tokens, triton.cdiv(width, settings["BLOCK"]))
-        _sum_kernel[grid](x, order, starts, out, width, x.stride(0), **settings)
+        _expert_rows_sum[grid](x, order, starts, out, width, x.stride(0), **settings)
     return out

@@ -22,7 +22,7 @@ TOKENS = 8
 
 
 @triton.jit
-def _forward_kernel(
+def _head_gate_forward(
     o, gate, weight, out, batch, heads, width,
     o_batch, o_row, o_head, gate_row, gate_batch, eps,
     NORM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
@@ -46,7 +46,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _head_gate_backward(
     o, gate, weight, grad, d_o, d_gate, d_weight, tokens, batch, heads, width,
     o_batch, o_row, o_head, gate_row, gate_batch, grad_row, grad_batch, length, eps,
     NORM: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
@@ -125,7 +125,7 @@ class _HeadGate(torch.autograd.Function):
         batch, length, heads, width = o.shape
         out = torch.empty(length, batch, heads * width, dtype=o.dtype, device=o.device)
         if out.numel():
-            _forward_kernel[(length * batch,)](
+            _head_gate_forward[(length * batch,)](
                 o,
                 gate,
                 o if weight is None else weight,
@@ -153,7 +153,7 @@ class _HeadGate(torch.autograd.Function):
         programs = triton.cdiv(tokens, TOKENS)
         parts = o.new_empty(programs if weight is not None else 0, width, dtype=torch.float32)
         if d_o.numel():
-            _backward_kernel[(programs,)](
+            _head_gate_backward[(programs,)](
                 o,
                 gate,
                 o if weight is None else weight,

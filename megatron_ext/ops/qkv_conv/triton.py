@@ -21,7 +21,7 @@ from megatron_ext.ops.launch import launch_settings
 
 
 @triton.jit
-def _forward_kernel(
+def _qkv_conv_forward(
     x, weight, starts, out, length, width, x_row, x_batch, out_part, out_batch, halo,
     DOCUMENTS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _qkv_conv_backward(
     x, weight, starts, grad, d_x, d_weight, length, width, channels, x_row, x_batch,
     grad_batch, d_x_row, d_x_batch, halo, part,
     DOCUMENTS: tl.constexpr, TAPS: tl.constexpr, TAPS_PADDED: tl.constexpr, STEPS: tl.constexpr,
@@ -140,7 +140,7 @@ class _QkvConv(torch.autograd.Function):
                 3 * triton.cdiv(width, settings["BLOCK"]),
                 batch,
             )
-            _forward_kernel[grid](
+            _qkv_conv_forward[grid](
                 qkv,
                 weight,
                 qkv if starts is None else starts,
@@ -168,7 +168,7 @@ class _QkvConv(torch.autograd.Function):
         tables = weight.new_empty(batch * programs, channels, taps, dtype=torch.float32)
         for part, grad in enumerate(x.contiguous() for x in grads):
             if d_qkv.numel():
-                _backward_kernel[(programs, triton.cdiv(width, settings["BLOCK"]), batch)](
+                _qkv_conv_backward[(programs, triton.cdiv(width, settings["BLOCK"]), batch)](
                     qkv,
                     weight,
                     qkv if starts is None else starts,

@@ -48,7 +48,7 @@ def _inverse(d):
 
 
 @triton.jit
-def _forward_kernel(
+def _situ_forward(
     gate, up, scale, out, width, gate_row, up_row, beta, linear_beta,
     HAS_SCALE: tl.constexpr, BOUNDED_GATE: tl.constexpr, BOUNDED_UP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -71,7 +71,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _situ_backward(
     gate, up, scale, grad, d_gate, d_up, d_scale,
     width, gate_row, up_row, grad_row, d_gate_row, d_up_row, beta, linear_beta,
     HAS_SCALE: tl.constexpr, BOUNDED_GATE: tl.constexpr, BOUNDED_UP: tl.constexpr,
@@ -140,7 +140,7 @@ class _SituGlu(torch.autograd.Function):
         rows, width = g.shape
         out = g.new_empty(rows, width)
         if rows:
-            _forward_kernel[(rows,)](
+            _situ_forward[(rows,)](
                 g,
                 u,
                 g if scale is None else scale.reshape(-1).contiguous(),
@@ -170,7 +170,7 @@ class _SituGlu(torch.autograd.Function):
         d_scale = None if scale is None else scale.new_empty(scale.shape)
         to_gate, to_up = (rows_of(x) for x in branches(d_gate, d_up))
         if rows:
-            _backward_kernel[(rows,)](
+            _situ_backward[(rows,)](
                 g,
                 u,
                 g if scale is None else scale.reshape(-1).contiguous(),
