@@ -91,7 +91,7 @@ def depth(sublayers: Sequence[int], weights: Floats) -> Figure:
     shown = _few(len(sublayers))
     ax.set_yticks(shown, [sublayer_name(sublayers[i], last=sublayers[-1]) for i in shown])
     ax.set_ylabel("sublayer")
-    ax.set_xlabel("source: 0 is the embedding, the last one runs")
+    ax.set_xlabel("source: 0 is the embedding, the last of a row runs")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(visible=False)
     return figure
