@@ -138,25 +138,27 @@ def copy(source: Path, target: Path, workers: int) -> Row:
             stream.write(data)
             flush(stream)
 
-    begin = time.perf_counter()
+    begin, work = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(move, spans))
-    seconds = time.perf_counter() - begin
+    seconds, work = time.perf_counter() - begin, time.process_time() - work
     for file in target.iterdir():
         file.unlink()
-    return {"seconds": seconds}
+    return {"seconds": seconds, "CPU seconds": work}
 
 
 def convert(what: str, source: Path, output: Path, workers: int) -> Row:
     """Run the command; its time, and the most memory that it had."""
     forget(source)
     words = [what, str(source), str(output), "--workers", str(workers)]
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), os.times()
     done = subprocess.run([sys.executable, "-c", PROBE, *words], stdout=subprocess.PIPE, text=True)
-    seconds = time.perf_counter() - begin
+    seconds, after = time.perf_counter() - begin, os.times()
     if done.returncode:
         sys.exit(f"{what}: failed")
-    return {"seconds": seconds, "peak GiB": 1024 * int(done.stdout.split()[-1]) / GIB}
+    work = sum(after[2:4]) - sum(before[2:4])
+    memory = 1024 * int(done.stdout.split()[-1]) / GIB
+    return {"seconds": seconds, "CPU seconds": work, "peak GiB": memory}
 
 
 def same(source: Path, output: Path) -> bool:

@@ -24,7 +24,7 @@ def help_text(config_dir: Path = CONFIGS) -> str:
     """What ``pretrain.py --help`` prints: usage, groups, experiments, keys of every section."""
     options = groups(config_dir)
     lines = [
-        "Train, plan, evaluate or sample a model:  python pretrain.py [group=option] [key=value]",
+        "Train, plan, evaluate, sample or score:  python pretrain.py [group=option] [key=value]",
         "Several ranks:  torchrun --standalone --nproc-per-node N pretrain.py [...]",
         "",
         "  run.mode=plan       check, draw the layout and count parameters; needs no GPU",
