@@ -43,6 +43,16 @@ def resilience_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def plan_problems(config: RunConfig) -> Iterator[Problem]:
+    """A search needs machines to search for."""
+    if config.plan.search and config.plan.cluster is None:
+        yield Problem(
+            "plan.search=true: needs plan.cluster=FILE, a JSON file of the machines (such as "
+            "plan.cluster=docs/clusters/h200_16.json)",
+            ("plan.search", "plan.cluster"),
+        )
+
+
 def launch_problems(config: RunConfig) -> Iterator[Problem]:
     """Requests that a launcher or SLURM would refuse, or worse, misread."""
     launch = config.launch

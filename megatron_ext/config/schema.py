@@ -263,6 +263,8 @@ class LoggingOptions:
 class PlanOptions:
     world_size: int | None = option(None, "Ranks; default: the fewest that the layout needs")
     imbalance: float = option(1.1, "Rows of the busiest rank's experts, over the mean")
+    search: bool = option(False, "Propose layouts for plan.cluster instead of planning this one")
+    cluster: str | None = option(None, "JSON file of the machines to search layouts for")
     calibration: str | None = option(None, "JSON file of speeds; default: those of the H200")
     gpu_hour_price: float | None = option(
         None, "Price of a GPU for an hour, in any currency; given, the plan tells the cost"

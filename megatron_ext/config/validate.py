@@ -16,6 +16,7 @@ from megatron_ext.config.operations_rules import (
     evaluation_problems,
     generate_problems,
     launch_problems,
+    plan_problems,
     resilience_problems,
     score_problems,
 )
@@ -82,6 +83,7 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
         generate_problems,
         evaluation_problems,
         score_problems,
+        plan_problems,
     ):
         problems += more(config)
     return problems

@@ -42,6 +42,8 @@ def plan_one(config: RunConfig) -> int:
         DataError: the tokenizer cannot be read.
     """
     quiet()
+    if config.plan.search and config.plan.cluster is not None:
+        return propose(config, config.plan.cluster)
     # megatron-core comes after `quiet`, which hides what it says on import.
     from megatron_ext.model.count import count_parameters, count_stages, flops_per_token
     from megatron_ext.parallel.mesh import describe, fewest_ranks, misfits
@@ -52,9 +54,7 @@ def plan_one(config: RunConfig) -> int:
     problems = misfits(parallel, world_size)
     if problems:
         raise ConfigError(problems)
-    vocab_size = config.model.vocab_size or padded_vocab_size(
-        load_tokenizer(config.data.tokenizer).vocab_size
-    )
+    vocab_size = planned_vocab_size(config)
     flops = flops_per_token(
         config.model, vocab_size=vocab_size, sequence_length=config.data.sequence_length
     )
@@ -76,6 +76,30 @@ def plan_one(config: RunConfig) -> int:
         flush=True,
     )
     return 0
+
+
+def propose(config: RunConfig, cluster_file: str) -> int:
+    """`plan.search=true`: print the best layouts for a cluster file, of those that fit; 0 always.
+
+    Raises:
+        ConfigError: the cluster file or the one of speeds is no good.
+        DataError: the tokenizer cannot be read.
+    """
+    from megatron_ext.plan.calibration import load_calibration
+    from megatron_ext.plan.cluster import load_cluster
+    from megatron_ext.plan.search import found_table, search
+
+    cluster, calibration = load_cluster(cluster_file), load_calibration(config.plan.calibration)
+    found, allowed, light = search(config, planned_vocab_size(config), cluster, calibration)
+    print(found_table(found, allowed, light, cluster=cluster), flush=True)
+    return 0
+
+
+def planned_vocab_size(config: RunConfig) -> int:
+    """The padded vocabulary: as configured, else the tokenizer's."""
+    return config.model.vocab_size or padded_vocab_size(
+        load_tokenizer(config.data.tokenizer).vocab_size
+    )
 
 
 def costs(config: RunConfig, vocab_size: int, *, world_size: int, flops: float) -> list[str]:

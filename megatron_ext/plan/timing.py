@@ -36,18 +36,24 @@ class StepTime:
 
 
 def step_time(
-    config: RunConfig, stages: list[Stage], calibration: Calibration, *, world_size: int
+    config: RunConfig,
+    stages: list[Stage],
+    calibration: Calibration,
+    *,
+    world_size: int,
+    first: int = 0,
 ) -> StepTime:
     """The step of the slowest stage, with the time that the pipeline makes it wait.
 
     Args:
-        stages: all of the layout, as rehearsed.
+        stages: consecutive ones of the layout, as rehearsed.
         calibration: speeds.
         world_size: ranks of the job.
+        first: number of the first of the stages.
     """
     each = [
         _stage(config, stage, calibration, number=number, world_size=world_size)
-        for number, stage in enumerate(stages)
+        for number, stage in enumerate(stages, first)
     ]
     slowest = max(each, key=lambda parts: sum(parts.values()))
     parallel = config.parallel
