@@ -68,6 +68,7 @@ class AnyNumberAlltoAll(MoEAlltoAllTokenDispatcher):
     ) -> tuple[Tensor, Tensor]:
         """Rows [M, L] and weights [M] in the order of experts, of tokens [t, L] and [t, E]."""
         self.routing_map = routing_map
+        self.probs = probs  # in their dtype the parts of a divided expert's output are added
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize(
             "before_permutation_1", self.preprocess(routing_map)
         )
