@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,7 +203,10 @@ def connect(
         finalize_model_grads(*args, **kwargs)
         reduction.finish()
 
-    tc.grad_scale_func = optimizer.scale_loss
+    # Not the method: hooks in C++, which Python's collector does not see through, would keep model
+    # and optimizer alive when nobody holds them any more, as between stages.
+    weak = weakref.proxy(optimizer)
+    tc.grad_scale_func = lambda loss: weak.scale_loss(loss)
     tc.finalize_model_grads_func = finalize
     ddp = chunks[0].ddp_config
     if ddp.overlap_grad_reduce:

@@ -37,7 +37,7 @@ def choose_kernel(q: Tensor) -> Kernel:
     """The kernel for queries like these."""
     if q.device.type == "cpu":
         return Kernel.cpu
-    if q.device.type == "cuda":
+    if q.device.type in ("cuda", "meta"):  # a plan is for GPUs
         if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= LARGEST_FLASH_HEAD:
             return Kernel.flash
         if q.dtype is torch.float32:
