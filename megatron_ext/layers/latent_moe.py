@@ -230,8 +230,13 @@ class LatentMoE(ShardedModule):
         rows, weights = dispatcher.token_dispatch(rows, weights)
         rows, counts, weights = dispatcher.dispatch_postprocess(rows, weights)
         rows = self.experts(rows, counts, weights)
-        rows = dispatcher.combine_preprocess(rows)
-        return dispatcher.combine_postprocess(dispatcher.token_combine(rows))
+        rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+        out = dispatcher.combine_postprocess(rows)
+        # Kept, weights would keep the graph of this pass alive, and through it the whole model;
+        # maps of all layers are gigabytes.
+        for name in ("probs", "local_probs", "routing_map", "local_map", "rows"):
+            vars(dispatcher).pop(name, None)
+        return out
 
     def _scatter(self, x: Tensor) -> Tensor:
         return tensor_parallel.scatter_to_sequence_parallel_region(x, group=self.tp_group)

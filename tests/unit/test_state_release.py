@@ -20,7 +20,10 @@ def stopped() -> Iterator[None]:
     cpu_support.uninstall()
 
 
-@pytest.mark.parametrize("words", [[], ["residual=block", "train.recompute=full"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["model.experts.dispatcher=allgather"], ["residual=block", "train.recompute=full"]],
+)
 def test_nothing_outlives_its_state(tmp_path, stopped, words):
     config = compose(
         [
@@ -31,7 +34,6 @@ def test_nothing_outlives_its_state(tmp_path, stopped, words):
             "train.batch_tokens=64",
             "train.micro_batch_size=1",
             "optim.schedule=constant",
-            "model.first_dense_layers=null",
             *words,
         ]
     )
