@@ -12,10 +12,10 @@ from megatron_ext.ops import situ
 
 if torch.cuda.is_available():
     # Importing them imports Triton.
-    from tests.kernels.expert_rows import *  # noqa: F403
-    from tests.kernels.gating import *  # noqa: F403
-    from tests.kernels.qkv_conv import *  # noqa: F403
-    from tests.kernels.situ import *  # noqa: F403
+    from tests.kernels.expert_rows import *  # noqa: F403 (pytest collects them here)
+    from tests.kernels.gating import *  # noqa: F403 (pytest collects them here)
+    from tests.kernels.qkv_conv import *  # noqa: F403 (pytest collects them here)
+    from tests.kernels.situ import *  # noqa: F403 (pytest collects them here)
 
 pytestmark = [
     pytest.mark.gpu,

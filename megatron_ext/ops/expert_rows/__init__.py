@@ -50,7 +50,7 @@ def expert_rows(chosen: Tensor, *, rows: int) -> ExpertRows:
 
 def take_rows(x: Tensor, rows: ExpertRows, *, kernels: KernelOptions | None = None) -> Tensor:
     """``x[token]``: [T, L] to [M, L]; gradients are summed as in `sum_rows`."""
-    taken: Tensor = _TakeRows.apply(x, rows, _fast(x, kernels))  # type: ignore[no-untyped-call]
+    taken: Tensor = _TakeRows.apply(x, rows, _fast(x, kernels))  # type: ignore[no-untyped-call]  # torch's
     return taken
 
 
@@ -60,7 +60,7 @@ def sum_rows(x: Tensor, rows: ExpertRows, *, kernels: KernelOptions | None = Non
     The sum is in float32 (float64 for float64), in the order of experts by our kernel and on a CPU,
     and rounded once to x's dtype. megatron-core's sum of 16-bit rows is rounded after every expert.
     """
-    total: Tensor = _SumRows.apply(x, rows, _fast(x, kernels))  # type: ignore[no-untyped-call]
+    total: Tensor = _SumRows.apply(x, rows, _fast(x, kernels))  # type: ignore[no-untyped-call]  # torch's
     return total
 
 
@@ -131,8 +131,8 @@ def _rejection(device: torch.device, dtype: torch.dtype) -> str | None:
     x = torch.randn(CHECKED_TOKENS, 300, generator=generator)
 
     def there_and_back(x: Tensor, fast: bool) -> Tensor:
-        taken = _TakeRows.apply(x, rows, fast)  # type: ignore[no-untyped-call]
-        total: Tensor = _SumRows.apply(taken * taken, rows, fast)  # type: ignore[no-untyped-call]
+        taken = _TakeRows.apply(x, rows, fast)  # type: ignore[no-untyped-call]  # torch's
+        total: Tensor = _SumRows.apply(taken * taken, rows, fast)  # type: ignore[no-untyped-call]  # torch's
         return total
 
     return rejection(

@@ -18,9 +18,9 @@ def head_gate_dense(o: Tensor, gate: Tensor, weight: Tensor | None, eps: float) 
     o = o.transpose(0, 1)
     per_head = gate.view(o.shape)
     gated: Tensor = (
-        _SigmoidGate.apply(o, per_head)  # type: ignore[no-untyped-call]
+        _SigmoidGate.apply(o, per_head)  # type: ignore[no-untyped-call]  # torch's
         if weight is None
-        else _GatedRmsNorm.apply(o, per_head, weight, eps)  # type: ignore[no-untyped-call]
+        else _GatedRmsNorm.apply(o, per_head, weight, eps)  # type: ignore[no-untyped-call]  # torch's
     )
     return gated.reshape(gate.shape).contiguous()
 
