@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 
 import pytest
 import torch
 
 from megatron_ext.config.schema import KernelBackend
-from megatron_ext.ops import situ
+from megatron_ext.ops import expert_rows, gating, qkv_conv, situ
 
-if torch.cuda.is_available():
-    # Importing them imports Triton.
-    from tests.kernels.expert_rows import *  # noqa: F403 (pytest collects them here)
-    from tests.kernels.gating import *  # noqa: F403 (pytest collects them here)
-    from tests.kernels.qkv_conv import *  # noqa: F403 (pytest collects them here)
-    from tests.kernels.situ import *  # noqa: F403 (pytest collects them here)
+KERNELS = ("expert_rows", "gating", "qkv_conv", "situ")
+if torch.cuda.is_available():  # importing them imports Triton
+    for kernel in KERNELS:
+        # By kernel: two files may use one name, and the second would hide the first.
+        globals().update(
+            {
+                f"test_{kernel}_{name.removeprefix('test_')}": value
+                for name, value in vars(import_module(f"tests.kernels.{kernel}")).items()
+                if name.startswith("test_")
+            }
+        )
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,11 +29,20 @@ pytestmark = [
 ]
 
 
-def test_auto_is_triton_and_says_nothing():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("operator", "sizes"),
+    [
+        (situ, {"width": 3072}),
+        (gating, {"width": 128}),
+        (qkv_conv, {"taps": 4}),
+        (expert_rows, {}),
+    ],
+)
+def test_auto_is_triton_and_says_nothing(operator, sizes, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        for dtype in (torch.float32, torch.bfloat16):
-            chosen = situ.resolve_backend(
-                KernelBackend.auto, torch.device("cuda", 0), dtype, width=3072, require=True
-            )
-            assert chosen is KernelBackend.triton
+        chosen = operator.resolve_backend(
+            KernelBackend.auto, torch.device("cuda", 0), dtype, require=True, **sizes
+        )
+    assert chosen is KernelBackend.triton
