@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.layout_compare import compare, compare_faulty, is_equal, launch, read, table
-from tests.support.layout_worker import FREE, truth_of
+from tests.support.layout_cases import FREE, truth_of
 
 # The first test waits for all three launches: five minutes on two free cores.
 pytestmark = pytest.mark.timeout(1800)

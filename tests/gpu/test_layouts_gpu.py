@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.layout_cases import truth_of
 from tests.support.layout_compare import compare, compare_faulty, is_equal, launch, read, table
-from tests.support.layout_worker import truth_of
 
 # The first test of each folder waits for its launches: a quarter of a minute a case.
 pytestmark = [

@@ -15,7 +15,7 @@ import torch
 
 from megatron_ext.ops.attn_res.health import MixHealth
 from megatron_ext.ops.kda.health import LayerHealth
-from tests.support.layout_worker import truth_of
+from tests.support.layout_cases import truth_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
