@@ -24,7 +24,7 @@ train: environment
 	@$(BIN)/python pretrain.py $(ARGS)
 
 test: environment
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slurm: environment
 	@$(BIN)/python -m pytest -rs tests/slurm $(ARGS)

@@ -14,3 +14,12 @@ def launcher() -> Iterator[Launcher]:
     """Starts commands without the seconds of their imports; each is a process of its own."""
     with Launcher() as server:
         yield server
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the tables that tests recorded, also those that ran in a worker process."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, text in getattr(report, "user_properties", ()):
+                if name == "table":
+                    terminalreporter.write_line(f"\n{report.nodeid}\n{text}")

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -129,3 +130,15 @@ def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
     for file in (REPOSITORY / "tests").rglob("test_*.py"):
         parts = file.relative_to(REPOSITORY).parent.parts
         assert not any(fnmatch(part, pattern) for part in parts for pattern in skipped), file
+
+
+def test_every_python_file_is_linted() -> None:
+    """ruff passes over folders of some names unless told otherwise, `dist` among them."""
+    ruff = [sys.executable, "-m", "ruff", "check", "--show-files", "."]
+    git = ["git", "ls-files", "*.py"]
+    linted, ours = (
+        subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+        for command in (ruff, git)
+    )
+    seen = {str(Path(line).relative_to(REPOSITORY)) for line in linted.splitlines()}
+    assert set(ours.splitlines()) <= seen

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,7 @@ def uninterrupted(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def launch(launcher: Launcher, folder: Path, *more: str) -> Run:
-    return launcher.start(
-        [*COMMAND, f"run.dir={folder}", *more], output=folder.with_suffix(".out")
-    )
+    return launcher.start([*COMMAND, f"run.dir={folder}", *more], output=folder.with_suffix(".out"))
 
 
 def ending(folder: Path) -> dict[str, Any]:

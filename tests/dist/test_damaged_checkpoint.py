@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,10 @@ def test_a_resume_goes_back_to_the_newest_sound_one_and_says_so(
     assert reproducible_rows(folder) == reproducible_rows(whole)
     assert names(folder) == [
         "latest",
-        *(f"step_{number:08d}{end}" for number, end in ((2, ""), (4, ""), (6, ""), (6, ".damaged"))),
+        *(
+            f"step_{number:08d}{end}"
+            for number, end in ((2, ""), (4, ""), (6, ""), (6, ".damaged"))
+        ),
     ]
 
 

@@ -6,7 +6,6 @@ To renew them after such a change, put in what the failing test prints, and say 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,9 +35,7 @@ HELD_OUT: dict[str, float] = {"experts": 4.909272, "gated_dense": 4.845540}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_the_golden_ones_and_fall(
-    case: str, launcher: Launcher, tmp_path: Path
-) -> None:
+def test_losses_are_the_golden_ones_and_fall(case: str, launcher: Launcher, tmp_path: Path) -> None:
     words = [*WORDS, *CASES[case], f"run.dir={tmp_path / 'run'}"]
     run = launcher.start(words, output=tmp_path / "out")
     assert run.wait() == 0, run.text

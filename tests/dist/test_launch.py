@@ -71,7 +71,9 @@ def test_a_killed_rank_is_started_again_and_a_stopped_run_is_not(tmp_path: Path)
     assert (end["code"], end["reason"]) == (10, "SIGUSR1")
     found = rows(folder)
     assert [row["step"] for row in found] == list(range(1, int(str(end["step"])) + 1))
-    assert list(tmp_path.glob("run.jobs/*/**/1/stderr.log")), "the output of the silent rank is kept"
+    assert list(tmp_path.glob("run.jobs/*/**/1/stderr.log")), (
+        "the output of the silent rank is kept"
+    )
     assert not (tmp_path / "run.1").exists(), "run.fresh=true held for the first start only"
 
 

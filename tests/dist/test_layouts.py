@@ -9,13 +9,14 @@ fault that must break this. Three launches carry all cases, since starting ranks
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.layout_compare import compare, compare_faulty, is_equal, launch, read, table
 from tests.support.layout_cases import FREE, truth_of
+from tests.support.layout_compare import compare, compare_faulty, is_equal, launch, read, table
 
 # The first test waits for all three launches: five minutes on two free cores.
 pytestmark = pytest.mark.timeout(1800)
@@ -142,10 +143,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_layout_equals_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_layout_equals_one_rank(
+    folder: Path, record_property: Callable[[str, object], None]
+) -> None:
     rows = {case: compare(folder, case) for case in (*ONE[1:], *TWO, *FOUR)}
-    with capsys.disabled():
-        print("\n" + table(rows))
+    record_property("table", table(rows))
     different = [case for case, row in rows.items() if not is_equal(row)]
     assert not different, "\n" + table({case: rows[case] for case in different})
 
@@ -164,7 +166,7 @@ def test_a_seeded_fault_is_seen(folder: Path, case: str) -> None:
     assert not is_equal(row), table({case: row})
 
 
-# Under full recomputation the gradients of a source of attention residuals are added in another order.
+# Under full recomputation gradients of a source of attention residuals are added in another order.
 @pytest.mark.parametrize("case", [case for case in FREE if case != "one_block_recompute_full"])
 def test_recomputation_and_evaluation_change_no_bit(folder: Path, case: str) -> None:
     ours, truth = read(folder, case), read(folder, truth_of(case))

@@ -37,7 +37,9 @@ def test_plug_in_trains_the_same_on_one_and_two_ranks(example: str) -> None:
     one, two = printed(example, ranks=1), printed(example, ranks=2)
     assert len(one) == 10
     assert one[-1][0] < one[0][0] - 1.0
-    assert one[-1][-1] < one[0][-1], "the loss falls, and where there are experts, the busiest's load"
+    assert one[-1][-1] < one[0][-1], (
+        "the loss falls, and where there are experts, the busiest's load"
+    )
     for ours, truth in zip(two, one, strict=True):
         # Same initial weights; float32 sums in another order, amplified by ten Adam steps.
         assert ours == pytest.approx(truth, rel=1e-5)

@@ -87,7 +87,6 @@ class Scorer:
         self.command(name, *words, ranks=ranks, code=code)
         return dict(json.loads(output.read_text())) if output.exists() else {}
 
-
     def command(self, name: str, *words: str, ranks: int = 1, code: int = 0) -> None:
         log = self.folder / f"{name}.log"
         if ranks == 1:
@@ -143,7 +142,9 @@ def test_every_layout_scores_as_one_rank(score: Scorer, one: dict[str, Any], lay
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_of_ours_scores_as_the_folder(score: Scorer, one: dict[str, Any], dtype: str) -> None:
+def test_a_checkpoint_of_ours_scores_as_the_folder(
+    score: Scorer, one: dict[str, Any], dtype: str
+) -> None:
     ours = score.folder / dtype
     import_folder(score.folder / "hf", ours, dtype=getattr(torch, dtype), workers=1)
     found = score(f"from_{dtype}", f"checkpoint.load={ours}", TENSOR, ranks=2)
@@ -185,13 +186,13 @@ def test_given_experts_are_used_and_an_earlier_output_changes_nothing(
         for row in one["experts"]
     ]
     given = score.write("other", {"experts": other})
+    truth = score("replayed", f"score.routing={given}")
     for layout in ("dp2", "tp2", "tp2_sp"):
         ranks, words = LAYOUTS[layout]
         replayed = score(f"replayed_{layout}", f"score.routing={given}", *words, ranks=ranks)
         as_sets = [{k: [sorted(t) for t in x] for k, x in row.items()} for row in other]
         assert replayed["experts"] == as_sets
         assert "would have been others" in score.text
-        truth = score("replayed", f"score.routing={given}") if layout == "dp2" else truth
         assert max(differences(replayed, truth)) <= EXACT
     assert differences(truth, one)[0] > 0.1
     # The first layer of experts reads the same as before: its own choice was as near.

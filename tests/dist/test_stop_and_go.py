@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +226,9 @@ def test_a_restarted_launch_moves_the_old_run_aside_once(
     shutil.copytree(uninterrupted, folder)
     load = f"checkpoint.load={folder / 'checkpoints' / latest(folder)}"
     first = launch(launcher, folder, "run.fresh=true", load, before=SLOW, MEGATRON_EXT_LAUNCH="a")
-    first.signal_when(lambda: row_count(folder) >= 2 and latest_step(folder) < STEPS, signal.SIGUSR1)
+    first.signal_when(
+        lambda: row_count(folder) >= 2 and latest_step(folder) < STEPS, signal.SIGUSR1
+    )
     assert first.wait() == 10, first.text
     assert f"starts with the weights of {tmp_path / 'run.1' / 'checkpoints'}" in first.text
     again = launch(launcher, folder, "run.fresh=true", load, MEGATRON_EXT_LAUNCH="a")

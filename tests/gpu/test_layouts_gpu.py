@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,11 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_layouts_equal_one_rank_in_float32(exact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_equal_one_rank_in_float32(
+    exact: Path, record_property: Callable[[str, object], None]
+) -> None:
     rows = {case: compare(exact, case) for case in (*TWO, *FOUR)}
-    with capsys.disabled():
-        print("\n" + table(rows))
+    record_property("table", table(rows))
     different = {case: row for case, row in rows.items() if not is_equal(row)}
     assert not different, "\n" + table(different)
 
@@ -69,7 +71,7 @@ def test_a_seeded_fault_is_seen(exact: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs the package fla-core")
 def test_the_first_step_of_fast_kernels_follows_one_rank(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     (tmp_path / "overrides.json").write_text(json.dumps(FAST))
     launch(tmp_path, ONE, ranks=1, on_gpu=True)
@@ -80,9 +82,8 @@ def test_the_first_step_of_fast_kernels_follows_one_rank(
         rows[case] = tuple(
             abs(ours[key][0] - truth[key][0]) / truth[key][0] for key in ("loss", "grad_norm")
         )
-    with capsys.disabled():
-        print("\nbf16, first step: loss, norm of the gradient")
-        print("\n".join(f"{case:<20}{a:9.1e}{b:9.1e}" for case, (a, b) in rows.items()))
+    lines = [f"{case:<20}{a:9.1e}{b:9.1e}" for case, (a, b) in rows.items()]
+    record_property("table", "\n".join(["bf16, first step: loss, norm of the gradient", *lines]))
     for case, (loss, norm) in rows.items():
         assert loss <= FAST_LOSS, case
         assert norm <= FAST_NORM, case
