@@ -25,8 +25,8 @@ import pytest
 from tests.support.runs import ROOT, Launcher
 
 REASONS = ("gpu", "make", "tests", "login", "fails")
-# These have tests of their own: test_data_docs, test_kda_docs, test_plug_in.
-ELSEWHERE = ("data.md", "kda.md", "plug_in.md")
+# These have tests of their own: test_data_docs, test_kda_docs, test_plug_in, test_quantile_stream.
+ELSEWHERE = ("data.md", "kda.md", "plug_in.md", "stream_balancing.md")
 PAGES = [
     ROOT / "README.md",
     *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in ELSEWHERE),

@@ -1,17 +1,22 @@
 """Balancing by quantiles: top-k with neutral ties, histograms of margins, and their quantiles.
 
-Needs torch and nothing of megatron-core. Source: Kimi K3, section 2.3.3 (quantile balancing).
+`QuantileBalancer` balances any stream of scored items; the rest are its parts, and those of
+`layers.balance`. Needs torch and nothing of megatron-core. Source: Kimi K3, section 2.3.3 (quantile
+balancing).
 """
 
 from megatron_ext.ops.quantile.exact import next_bias, quantile_exact
 from megatron_ext.ops.quantile.histogram import Bins, HistogramQuantile
 from megatron_ext.ops.quantile.load import LayerLoad, to_host
+from megatron_ext.ops.quantile.stream import QuantileBalancer, StreamLoad
 from megatron_ext.ops.quantile.top_k import TopK, select_top_k
 
 __all__ = [
     "Bins",
     "HistogramQuantile",
     "LayerLoad",
+    "QuantileBalancer",
+    "StreamLoad",
     "TopK",
     "next_bias",
     "quantile_exact",
