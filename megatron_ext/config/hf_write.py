@@ -18,6 +18,7 @@ from megatron_ext.config.hf_fields import (
 )
 from megatron_ext.config.layout import LayerKind, expert_layers, layer_kinds
 from megatron_ext.config.schema import (
+    BalanceRule,
     Gate,
     ModelOptions,
     OutputGate,
@@ -27,20 +28,34 @@ from megatron_ext.config.schema import (
 )
 from megatron_ext.errors import ConfigError
 
+# What a trained model does under the rules whose choice is not the k largest of score + bias.
+OTHER_SELECTION = {
+    BalanceRule.microbatch_mean: "a choice of experts by logit + bias",
+    BalanceRule.reject: "experts that go on rejecting tokens below their thresholds",
+}
+
 
 def write_architecture(
-    model: ModelOptions, residual: ResidualOptions, *, vocab_size: int, dtype: str
+    model: ModelOptions,
+    residual: ResidualOptions,
+    *,
+    vocab_size: int,
+    dtype: str,
+    rule: BalanceRule = BalanceRule.quantile,
 ) -> dict[str, Any]:
     """The content of `config.json`, with every field of the release that concerns the text model.
 
     Args:
         vocab_size: rows of the embedding; the padding that we add is part of the model.
         dtype: what most tensors are stored in: `bfloat16` or `float32`.
+        rule: that the model was balanced with; the layout takes the k largest of score + bias.
 
     Raises:
         ConfigError: the layout has no way to say what these options are; all such are listed.
     """
     problems = _inexpressible(model, residual)
+    if expert_layers(model) and rule in OTHER_SELECTION:
+        problems.append(f"balance.rule={rule.name}: {OTHER_SELECTION[rule]}")
     if problems:
         raise ConfigError([f"{problem}; the layout has no field for it" for problem in problems])
     text = _text(model, residual, vocab_size)

@@ -12,8 +12,10 @@ from typing import Any
 import yaml
 
 from megatron_ext.config.compose import from_keys
+from megatron_ext.config.hf_write import OTHER_SELECTION
 from megatron_ext.config.keys import table
-from megatron_ext.config.schema import ResidualKind, RunConfig
+from megatron_ext.config.layout import expert_layers
+from megatron_ext.config.schema import BalanceRule, ResidualKind, RunConfig
 from megatron_ext.config.validate import value_of
 from megatron_ext.data.change import changes
 from megatron_ext.errors import ConfigError
@@ -34,6 +36,9 @@ FREE = {
     "model.experts.require",
 }
 
+# What decides, besides the state in the checkpoint, which tokens experts of rule=reject reject.
+REJECTION = ("balance.overload", "balance.rejection_probability", "balance.refill")
+
 
 def remember(config: RunConfig) -> dict[str, str]:
     """What a checkpoint keeps of the options: all that the function depends on, by key."""
@@ -41,6 +46,10 @@ def remember(config: RunConfig) -> dict[str, str]:
     keys.append("residual.kind")
     if config.residual.kind in (ResidualKind.block, ResidualKind.shared):
         keys.append("residual.block_size")
+    if expert_layers(config.model):
+        keys.append("balance.rule")
+        if config.balance.rule is BalanceRule.reject:
+            keys.extend(REJECTION)
     values = {key: value_of(config, key) for key in keys}
     return {key: str(getattr(value, "name", value)) for key, value in values.items()}
 
@@ -74,7 +83,12 @@ def check_same(extra: Mapping[str, Any], config: RunConfig, *, tokenizer: str | 
     found = []
     if "model" in extra:
         # Checkpoints of before there was a choice do not say it.
-        found = changes({"residual.kind": "standard", **extra["model"]}, remember(config))
+        before, now = {"residual.kind": "standard", **extra["model"]}, remember(config)
+        if "balance.rule" not in before:
+            now = {key: value for key, value in now.items() if not key.startswith("balance.")}
+        elif _select_alike(before["balance.rule"], now.get("balance.rule")):
+            now["balance.rule"] = before["balance.rule"]
+        found = changes(before, now)
     if tokenizer is not None and extra.get("tokenizer", tokenizer) != tokenizer:
         found.append(f"data.tokenizer: now {tokenizer}, in the checkpoint {extra['tokenizer']}")
     if found:
@@ -85,3 +99,8 @@ def check_same(extra: Mapping[str, Any], config: RunConfig, *, tokenizer: str | 
                 for line in found
             ]
         )
+
+
+def _select_alike(before: str, now: str | None) -> bool:
+    """Whether a trained model takes the k largest of score + bias under both rules."""
+    return now is not None and not {rule.name for rule in OTHER_SELECTION} & {before, now}

@@ -221,8 +221,14 @@ def test_options_that_the_layout_cannot_say_are_listed() -> None:
     model.first_dense_layers, model.experts.top_k = 1, 1
     residual = ResidualOptions(kind=schema.ResidualKind.full)
     with pytest.raises(ConfigError) as refused:
-        write_architecture(model, residual, vocab_size=128, dtype="float32")
+        write_architecture(
+            model,
+            residual,
+            vocab_size=128,
+            dtype="float32",
+            rule=schema.BalanceRule.microbatch_mean,
+        )
     assert [line.split("=")[0].split(",")[0] for line in refused.value.problems] == [
         *("model.kda.gate", "model.kda.decay_rank", "model.mla.norm_eps", "model.situ_beta"),
-        *("residual.kind", "model.experts.top_k"),
+        *("residual.kind", "model.experts.top_k", "balance.rule"),
     ]

@@ -151,6 +151,33 @@ def test_a_damaged_checkpoint_of_ours_is_refused(tmp_path: Path) -> None:
         export(Export(tmp_path / "ours", F32), tmp_path / "out", workers=1)
 
 
+def _trained_with(folder: Path, **rule: str | None) -> None:
+    """As if the run that wrote the checkpoint had had this rule; None: it did not say."""
+    extra = json.loads((folder / "extra.json").read_text())
+    changed = {f"balance.{key}": value for key, value in rule.items()}
+    extra["model"] = {k: v for k, v in (extra["model"] | changed).items() if v is not None}
+    (folder / "extra.json").write_text(json.dumps(extra))
+    checksums.write(folder, {})
+
+
+def test_a_model_that_the_export_would_route_otherwise_is_refused(tmp_path: Path) -> None:
+    write_random_folder(tmp_path / "in", LINEAR)
+    import_folder(tmp_path / "in", tmp_path / "ours", dtype=None, workers=1)
+    for rule, what in (("microbatch_mean", r"logit \+ bias"), ("reject", "rejecting tokens")):
+        _trained_with(tmp_path / "ours", rule=rule)
+        with pytest.raises(ConfigError, match=rf"balance\.rule={rule}: .*{what}.*no field"):
+            export(Export(tmp_path / "ours", F32), tmp_path / "out", workers=1)
+    assert_nothing_left(tmp_path, "out")
+    for rule, line in (
+        ("sign", ""),
+        ("threshold", "balance.rule=threshold: experts are chosen as in evaluation"),
+        (None, "balance.rule: not in the checkpoint"),
+    ):
+        _trained_with(tmp_path / "ours", rule=rule)
+        lines = export(Export(tmp_path / "ours", F32), tmp_path / str(rule), workers=1)
+        assert [x[: len(line)] for x in lines if "balance.rule" in x] == ([line] if line else [])
+
+
 def test_an_interrupted_conversion_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importing, "FILE_BYTES", 20_000)
     write_random_folder(tmp_path / "in", K3)

@@ -9,6 +9,8 @@ import pytest
 
 from megatron_ext.config.keys import table
 from megatron_ext.config.schema import (
+    BalanceOptions,
+    BalanceRule,
     Gate,
     KdaBackend,
     KdaOptions,
@@ -58,6 +60,34 @@ def test_another_residual_is_refused() -> None:
     old = saved(RunConfig())
     del old["model"]["residual.kind"]
     check_same(old, RunConfig(), tokenizer="bytes")
+
+
+def experts(rule: BalanceRule, **options: Any) -> RunConfig:
+    model = ModelOptions(first_dense_layers=1)
+    return RunConfig(model=model, balance=BalanceOptions(rule=rule, **options))
+
+
+def test_a_rule_that_chooses_other_experts_with_the_same_tensors_is_refused() -> None:
+    quantile, sign = experts(BalanceRule.quantile), experts(BalanceRule.sign)
+    mean, reject = experts(BalanceRule.microbatch_mean), experts(BalanceRule.reject)
+    # Both take the k largest of score + bias.
+    check_same(saved(quantile), sign, tokenizer="bytes")
+    # Bins are no part of the function.
+    check_same(saved(quantile), experts(BalanceRule.quantile, bins=64), tokenizer="bytes")
+    for before, now in ((quantile, mean), (mean, sign), (reject, quantile), (mean, reject)):
+        was, is_ = before.balance.rule.name, now.balance.rule.name
+        with pytest.raises(
+            ConfigError, match=rf"balance\.rule: was {was}, is {is_}: not the model"
+        ):
+            check_same(saved(before), now, tokenizer="bytes")
+    with pytest.raises(ConfigError, match=r"balance\.overload: was 1\.05, is 2\.0"):
+        check_same(saved(reject), experts(BalanceRule.reject, overload=2.0), tokenizer="bytes")
+    for kept in (mean, reject):
+        old = saved(kept)
+        old["model"] = {k: v for k, v in old["model"].items() if not k.startswith("balance.")}
+        check_same(old, kept, tokenizer="bytes")
+    # Without experts there is no rule.
+    assert "balance.rule" not in remember(RunConfig(balance=mean.balance))
 
 
 def test_another_tokenizer_is_refused() -> None:

@@ -19,6 +19,8 @@ from megatron_ext.checkpoint.hf.distributed import StoredTensors
 from megatron_ext.checkpoint.hf.folder import INDEX, PREFIX, SHOWN, check_finite
 from megatron_ext.checkpoint.hf.keymap import Piece, our_shapes, pieces
 from megatron_ext.config.hf_write import write_architecture
+from megatron_ext.config.layout import expert_layers
+from megatron_ext.config.schema import BalanceRule
 from megatron_ext.errors import CheckpointError
 from megatron_ext.model.same import recall
 
@@ -61,8 +63,9 @@ def export(what: Export, output: Path, *, workers: int) -> list[str]:
         raise CheckpointError(verify.explain(what.checkpoint, damaged))
     config, vocab_size = recall(extra), int(extra["vocab_size"])
     name = str(what.dtype).removeprefix("torch.")
+    rule = config.balance.rule
     architecture = write_architecture(
-        config.model, config.residual, vocab_size=vocab_size, dtype=name
+        config.model, config.residual, vocab_size=vocab_size, dtype=name, rule=rule
     )
     found = pieces(config.model, config.residual, vocab_size=vocab_size)
     stored = StoredTensors(what.checkpoint)
@@ -88,7 +91,16 @@ def export(what: Export, output: Path, *, workers: int) -> list[str]:
     lines = [f"{len(found)} tensors in {len(shards)} files from {len(our_shapes(found))} of ours"]
     lines += [f"{padded} A_log padded with zeros"] if padded else []
     lines += [f"filled in, since no model uses them: {', '.join(unused)}"] if unused else []
-    return lines + ([f"left out: {', '.join(left_out)}"] if left_out else [])
+    lines += [f"left out: {', '.join(left_out)}"] if left_out else []
+    if not expert_layers(config.model):
+        return lines
+    if "balance.rule" not in extra["model"]:
+        lines.append(
+            "balance.rule: not in the checkpoint; it should not be microbatch_mean, reject"
+        )
+    if rule is BalanceRule.threshold:
+        lines.append("balance.rule=threshold: experts are chosen as in evaluation, not in training")
+    return lines
 
 
 def _account(stored: StoredTensors, found: list[Piece]) -> list[str]:
