@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.config import schema
 from megatron_ext.config.compose import CONFIGS, compose, to_container, to_yaml
 from megatron_ext.config.keys import table
-from megatron_ext.config.layout import LayerKind, layer_kinds
+from megatron_ext.config.layout import LayerKind, layer_kinds, padded_vocab_size
 from megatron_ext.config.overrides import groups
 from megatron_ext.config.ranges import RANGES
 from megatron_ext.config.reference import PAGE, help_text, page
@@ -18,6 +18,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.sweep import expand
 from megatron_ext.config.validate import validate
 from megatron_ext.errors import ConfigError
+from megatron_ext.model.count import count_parameters
 
 OPTIONS = [
     (group, option)
@@ -69,6 +70,13 @@ def test_nano_takes_every_layout_with_a_parallel_key_alone() -> None:
                 if tensor * pipeline * data <= 8 or data == 1:
                     validate(config, tensor * pipeline * data)
     assert config.data.sequence_length % 8 == 0  # two chunks for each of 4 context ranks
+
+
+def test_the_model_for_eight_gpus_has_30_b_parameters_and_3_b_active() -> None:
+    config = compose(["model=k3_30b"])
+    counts = count_parameters(config, padded_vocab_size(config.model.vocab_size or 0))
+    assert round(counts.total / 1e9, 1) == 30.5
+    assert round(counts.active / 1e9, 2) == 2.85
 
 
 def test_k3_has_the_published_sizes() -> None:
