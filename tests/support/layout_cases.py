@@ -37,6 +37,14 @@ GATED = ["model.attention=gated", "model.first_dense_layers=null", "optim.eps=1e
 BLOCK = ["residual=block", "residual.block_size=2", "residual.query_std=0.03"]
 # Blocks of three layers, of both kinds of attention; scalars away from zero, where nothing is read.
 SHARED = ["residual=shared", "residual.block_size=3", "residual.share_std=0.2"]
+# As many experts as Kimi K3 has, some of which get no token of so small a batch.
+MANY = [
+    "model.num_layers=2",
+    "model.experts.num_experts=896",
+    "model.experts.top_k=16",
+    "model.experts.latent_size=16",
+    "model.experts.feed_forward_size=8",
+]
 CASES: dict[str, list[str]] = {
     "one": [],
     "one_recompute_full": ["train.recompute=full"],
@@ -149,10 +157,12 @@ CASES: dict[str, list[str]] = {
         "parallel.virtual_pipeline=2",
         "parallel.stage_layers=[0,3,3,0]",
     ],
+    "one_many": MANY,
+    "ep2_many": [*MANY, "parallel.expert=2"],
     "tp2_sp_pp2_shared": [*SHARED, "parallel.tensor=2", "parallel.pipeline=2"],
 }
 # One-rank cases beside `one` that are other models, with checkpoints of their own.
-MODELS = ("one_block", "one_shared")
+MODELS = ("one_block", "one_shared", "one_many")
 # These route by themselves: their arithmetic is that of one rank, bit for bit.
 FREE = (
     "one_recompute_full",
@@ -168,9 +178,10 @@ FREE = (
 def truth_of(case: str) -> str:
     """The case on one rank with which a case is compared, seeded fault (`case:fault`) or not."""
     case = case.partition(":")[0]
-    for special in ("block_padded", "isolated", "gated", "padded", "awkward", "block", "shared"):
-        if special in case:
-            return f"one_{special}"
+    special = ("block_padded", "isolated", "gated", "padded", "awkward", "block", "shared", "many")
+    for part in special:
+        if part in case:
+            return f"one_{part}"
     return "one"
 
 
