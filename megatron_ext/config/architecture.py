@@ -58,6 +58,7 @@ class ExpertBackend(Enum):
     auto = "auto"  # grouped_mm on a GPU, else loop
     loop = "loop"
     grouped_mm = "grouped_mm"
+    transformer_engine = "transformer_engine"
 
 
 class KernelBackend(Enum):

@@ -127,6 +127,12 @@ def _run(config: RunConfig) -> Iterator[Problem]:
         ("model.kda.backend", KdaBackend.fla, False, "reference, dense, auto"),
         ("model.mla.backend", AttentionBackend.transformer_engine, False, "sdpa, auto"),
         ("model.experts.backend", ExpertBackend.grouped_mm, True, "loop, auto"),
+        (
+            "model.experts.backend",
+            ExpertBackend.transformer_engine,
+            False,
+            "loop, grouped_mm, auto",
+        ),
     )
     for key, backend, deterministic, allowed in on_gpus:
         if value_of(config, key) is not backend:

@@ -42,10 +42,11 @@ def expert_problems(config: RunConfig, world_size: int | None) -> Iterator[Probl
             f"{experts.num_experts} (nearest {experts.num_experts})",
             ("model.experts.top_k", "model.experts.num_experts"),
         )
-    if experts.backend is ExpertBackend.grouped_mm and config.run.precision is Precision.fp32:
+    in_bf16 = (ExpertBackend.grouped_mm, ExpertBackend.transformer_engine)
+    if experts.backend in in_bf16 and config.run.precision is Precision.fp32:
         yield Problem(
-            "model.experts.backend=grouped_mm: takes bfloat16 only, and run.precision=fp32 was "
-            "given (allowed loop, auto; or run.precision=bf16)",
+            f"model.experts.backend={experts.backend.name}: takes bfloat16 only, and "
+            "run.precision=fp32 was given (allowed loop, auto; or run.precision=bf16)",
             ("model.experts.backend", "run.precision"),
         )
     spread = {"expert": "num_experts", "expert_tensor": "feed_forward_size"}

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ext.config.schema import ExpertOptions, KernelOptions
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initializers import parameter
-from megatron_ext.ops.grouped_mlp import grouped_mlp
+from megatron_ext.ops.grouped_mlp import grouped_mlp, resolve_backend
 
 
 class StackedExperts(MegatronModule):
@@ -36,7 +36,8 @@ class StackedExperts(MegatronModule):
         pg_collection: with the groups `ep`, `expt_tp` and `expt_dp`.
 
     Raises:
-        ConfigError: experts or their width do not divide over the ranks.
+        ConfigError: experts or their width do not divide over the ranks; or a backend that must
+            run cannot.
     """
 
     def __init__(
@@ -65,6 +66,14 @@ class StackedExperts(MegatronModule):
         width = options.feed_forward_size // tensor
         self.fc1 = self._stacked(2, width, in_features, split=2)
         self.fc2 = self._stacked(in_features, width, split=2)
+        # What cannot run as asked for is known before any work, on every rank.
+        resolve_backend(
+            options.backend,
+            self.fc1.device,
+            dtype=self.fc1.dtype,
+            widths=(in_features, width),
+            require=options.require,
+        )
 
     def _stacked(self, *shape: int, split: int) -> Any:
         made: Any = parameter(

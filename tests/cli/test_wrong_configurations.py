@@ -91,8 +91,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "backends_of_others": (
-        ["model.experts.backend=transformer_engine"],
-        ["model.experts.backend=transformer_engine: must be one of auto, loop, grouped_mm"],
+        ["model.experts.backend=fla"],
+        [
+            "model.experts.backend=fla: must be one of auto, loop, grouped_mm, transformer_engine",
+        ],
     ),
     "residual_kernel": (
         ["run.deterministic=true", "run.device=cpu", "residual=block", "residual.backend=fla"],
@@ -165,6 +167,18 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "model.experts.backend=grouped_mm: takes bfloat16 only, and run.precision=fp32 was ",
             "parallel.expert=12: must divide model.experts.num_experts=896 (allowed 1, 2, 4, 7, ",
             "parallel.expert_tensor=5: must divide model.experts.feed_forward_size=3072 (allowed ",
+        ],
+    ),
+    "experts_by_transformer_engine": (
+        [
+            "model.experts.backend=transformer_engine",
+            "run.device=cpu",
+            "run.deterministic=true",
+        ],
+        [
+            "model.experts.backend=transformer_engine: is not deterministic",
+            "model.experts.backend=transformer_engine: needs a GPU, and run.device=cpu was given ",
+            "model.experts.backend=transformer_engine: takes bfloat16 only, and run.precision=fp32",
         ],
     ),
     "experts_of_a_dense_model": (

@@ -1,7 +1,8 @@
-"""Experts on a GPU: grouped_mm and the dispatchers against float64, routing equal to the CPU's."""
+"""Experts on a GPU: every backend and dispatcher against float64, routing equal to the CPU's."""
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -45,6 +46,16 @@ OPTIONS = ExpertOptions(
     shared_feed_forward_size=96,
     scaling=1.5,
 )
+FAST = [
+    ExpertBackend.grouped_mm,
+    pytest.param(
+        ExpertBackend.transformer_engine,
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("transformer_engine") is None,
+            reason="needs Transformer Engine",
+        ),
+    ),
+]
 # Two products and an activation, each rounded to 8 bits: 3e-3 to 5e-3 are expected.
 BFLOAT16 = 1e-2
 
@@ -74,11 +85,12 @@ def run(function, inputs, **options):
     return [out, *torch.autograd.grad(out, leaves, upstream)]
 
 
+@pytest.mark.parametrize("backend", [*FAST, ExpertBackend.loop])
 @pytest.mark.parametrize("counts_on", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "counts", [[64, 64, 64, 64], [1, 0, 200, 55], [0, 0, 0, 3], [37, 1, 0, 0], [0, 0]]
 )
-def test_grouped_mm_and_the_loop_are_the_formula(counts, counts_on):
+def test_every_backend_is_the_formula(counts, counts_on, backend):
     # What the allocator hands out next is full of NaN: a gradient that is not set would show.
     for _ in range(8):
         torch.full((len(counts), 2, 64, 128), float("nan"), device="cuda", dtype=torch.bfloat16)
@@ -86,11 +98,10 @@ def test_grouped_mm_and_the_loop_are_the_formula(counts, counts_on):
     exact = [x.detach().double().requires_grad_() if x.requires_grad else x for x in inputs]
     wanted = run(grouped_mlp_reference, exact)
     inputs = [inputs[0], inputs[1].to(counts_on), *inputs[2:]]
-    for backend in (ExpertBackend.grouped_mm, ExpertBackend.loop):
-        found = run(grouped_mlp, inputs, backend=backend, require=True)
-        for got, want in zip(found, wanted, strict=True):
-            assert got.shape == want.shape
-            assert (got.double() - want).norm() <= BFLOAT16 * want.norm()
+    found = run(grouped_mlp, inputs, backend=backend, require=True)
+    for got, want in zip(found, wanted, strict=True):
+        assert got.shape == want.shape
+        assert (got.double() - want).norm() <= BFLOAT16 * want.norm()
 
 
 def test_a_gradient_that_is_one_number_expanded_is_taken():
@@ -127,7 +138,7 @@ def layer(groups, options, dtype):
     return made
 
 
-@pytest.mark.parametrize("backend", [ExpertBackend.grouped_mm, ExpertBackend.loop])
+@pytest.mark.parametrize("backend", [*FAST, ExpertBackend.loop])
 @pytest.mark.parametrize("dispatcher", list(Dispatcher))
 def test_the_mixture_in_bfloat16_follows_float64(groups, dispatcher, backend):
     options = replace(OPTIONS, dispatcher=dispatcher, backend=backend, require=True)

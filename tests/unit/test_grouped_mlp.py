@@ -7,7 +7,12 @@ import torch
 
 from megatron_ext.config.schema import ExpertBackend
 from megatron_ext.errors import ConfigError
-from megatron_ext.ops.grouped_mlp import grouped_mlp, grouped_mlp_reference, resolve_backend
+from megatron_ext.ops.grouped_mlp import (
+    engine,
+    grouped_mlp,
+    grouped_mlp_reference,
+    resolve_backend,
+)
 
 BOUNDS = {"beta": 4.0, "linear_beta": 25.0}
 
@@ -65,6 +70,59 @@ def test_a_backend_that_cannot_run_is_an_error_if_required() -> None:
     assert resolve_backend(ExpertBackend.auto, **cpu, require=True) is ExpertBackend.loop
     with pytest.raises(ConfigError, match=r"model\.experts\.backend=grouped_mm.*CUDA"):
         resolve_backend(ExpertBackend.grouped_mm, **cpu, require=True)
+
+
+def grouped_gemm(a, b, out, *, quantization_params, out_dtype, layout, m_splits, **options):
+    """What Transformer Engine's function of that name does, on any device: op(B) op(A), row-major.
+
+    It leaves what belongs to groups without rows as it was.
+    """
+    assert len(a) == len(b) == len(m_splits) == len(quantization_params)
+    assert all(matrix.is_contiguous() for matrix in (*a, *b, *out))
+    targets = out[0].split(m_splits) if options.get("single_output") else out
+    for left, right, target in zip(b, a, targets, strict=True):
+        if left.numel() and right.numel():
+            left, right = (
+                left.T if layout[1] == "T" else left,
+                right.T if layout[0] == "T" else right,
+            )
+            target.copy_(left @ right)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 0, 2]])
+def test_the_calls_of_transformer_engine_are_the_formula(counts, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "misfit", lambda *_: None)
+    monkeypatch.setattr(engine, "grouped_gemm", lambda: grouped_gemm)
+    leaves = inputs(counts)
+    for _ in range(8):
+        torch.full((4, 2, 7, 5), float("nan"), dtype=torch.float64)
+    ours = grouped_mlp(*leaves, **BOUNDS, backend=ExpertBackend.transformer_engine)
+    truth = grouped_mlp_reference(*leaves, **BOUNDS)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    direction = torch.randn_like(truth).t().contiguous().t()  # with strides that it does not take
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)  # order of sums in float64
+    for got, expected in zip(
+        torch.autograd.grad(ours, wanted, direction),
+        torch.autograd.grad(truth, wanted, direction),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_transformer_engine_is_never_replaced(monkeypatch) -> None:
+    options = {"dtype": torch.bfloat16, "widths": (8, 8)}
+    asked = ExpertBackend.transformer_engine
+    with pytest.raises(ConfigError, match="Transformer Engine is not installed"):
+        resolve_backend(asked, torch.device("cuda"), **options)
+    # A plan needs neither it nor a GPU.
+    assert resolve_backend(asked, torch.device("meta"), **options) is ExpertBackend.grouped_mm
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda _: True)
+    with pytest.raises(ConfigError, match="needs a CUDA device, the tensors are on cpu"):
+        resolve_backend(asked, torch.device("cpu"), **options)
+    old = lambda A, B, out, out_dtype, workspaces, layout="TN", m_splits=None: None  # noqa: E731, N803 (a stand-in)
+    monkeypatch.setattr(engine, "grouped_gemm", lambda: old)
+    with pytest.raises(ConfigError, match="has no grad, quantization_params, single_output"):
+        resolve_backend(asked, torch.device("cuda"), **options)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

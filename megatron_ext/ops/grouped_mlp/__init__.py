@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_ext.config.schema import ExpertBackend, KernelOptions
 from megatron_ext.errors import ConfigError
-from megatron_ext.ops.grouped_mlp import fused
+from megatron_ext.ops.grouped_mlp import engine, fused
 from megatron_ext.ops.grouped_mlp.loop import LoopLinear
 from megatron_ext.ops.grouped_mlp.reference import grouped_mlp_reference
 from megatron_ext.ops.situ import situ_glu
@@ -27,6 +27,9 @@ def resolve_backend(
 ) -> ExpertBackend:
     """The backend that will run: what is asked for where it can, else ``loop``.
 
+    Transformer Engine has to be asked for by name, so that it is never replaced; but a plan, on
+    the meta device, takes grouped_mm for it.
+
     Args:
         backend: what the configuration asks for; ``auto`` is grouped_mm on a GPU.
         device: of the tensors.
@@ -35,12 +38,20 @@ def resolve_backend(
         require: make a fallback an error.
 
     Returns:
-        ``loop`` or ``grouped_mm``.
+        ``loop``, ``grouped_mm`` or ``transformer_engine``.
 
     Raises:
-        ConfigError: ``require``, and the backend asked for (on a GPU: the fast one) cannot run.
+        ConfigError: Transformer Engine is asked for and cannot run; or ``require``, and the backend
+            asked for (on a GPU: the fast one) cannot.
     """
     if backend is ExpertBackend.loop:
+        return backend
+    if backend is ExpertBackend.transformer_engine and device.type != "meta":
+        if reason := engine.misfit(device, dtype):
+            raise ConfigError(
+                f"model.experts.backend=transformer_engine: cannot run: {reason} (allowed auto, "
+                "grouped_mm, loop)"
+            )
         return backend
     reason = fused.misfit(device, dtype, widths)
     if reason is None:
@@ -105,18 +116,24 @@ def grouped_mlp(
     chosen = resolve_backend(
         backend, x.device, dtype=x.dtype, widths=(latent, width), require=require
     )
-    # The kernel has no case without rows; the loop makes the zero gradients.
-    fast = chosen is ExpertBackend.grouped_mm and x.shape[0] > 0
+    # The kernels have no case without rows; the loop makes the zero gradients.
+    if x.shape[0] == 0:
+        chosen = ExpertBackend.loop
     ends, sizes = torch.empty(0), []
-    if fast:
+    if chosen is ExpertBackend.grouped_mm:
         ends = counts.to(x.device, non_blocking=True).cumsum(0).to(torch.int32)
     else:
         sizes = counts.tolist()
 
     def linear(rows: Tensor, weight: Tensor) -> Tensor:
-        if fast:
+        if chosen is ExpertBackend.grouped_mm:
             return fused.fused_linear(rows, weight, ends)
-        out: Tensor = LoopLinear.apply(rows, weight, sizes)  # type: ignore[no-untyped-call]
+        # torch's `apply` lacks types
+        if chosen is ExpertBackend.transformer_engine:
+            product = engine.grouped_gemm()
+            out: Tensor = engine.EngineLinear.apply(rows, weight, sizes, product)  # type: ignore[no-untyped-call]
+        else:
+            out = LoopLinear.apply(rows, weight, sizes)  # type: ignore[no-untyped-call]
         return out
 
     kernels = kernels or KernelOptions()
