@@ -21,8 +21,9 @@ from megatron_ext.errors import DataError
 from megatron_ext.observe.metrics import Metrics
 from megatron_ext.observe.report import depth_plots, plots
 from megatron_ext.observe.report.__main__ import main, write_report
-from megatron_ext.observe.report.lines import running_mean, thin
+from megatron_ext.observe.report.lines import legend_columns, running_mean, thin
 from megatron_ext.observe.report.run_data import read_run
+from megatron_ext.observe.report.svg import new_figure, style
 from megatron_ext.observe.run_files import write_run
 from tests.support.loads import draw_depth, draw_health, draw_loads
 
@@ -350,6 +351,32 @@ def write_steps_of_k3(folder: Path) -> dict:
         row |= dict.fromkeys(("tokens_per_second", "mfu", "memory_gib"), 1.0)
         log.step(1, row, loads=draw_loads(1, layers=92, experts=896))
     return json.loads((folder / "layers.jsonl").read_text())
+
+
+@pytest.mark.parametrize(
+    ("labels", "columns"),
+    [
+        (["training 3.108", "held-out 3.105"], 2),
+        (["mean 0.4885", "lowest layer 0.2326", "highest layer 0.6647"], 2),
+        (["near the lower bound 0.01234", "near no decay 0.05615", "mean 1", "x"], 2),
+        (["experts without a token 0.01234", "margins out of range 0.01234"], 1),
+    ],
+)
+def test_a_legend_is_no_wider_than_its_panel(labels: list[str], columns: int) -> None:
+    assert legend_columns(labels) == columns
+    with style(salt="x"):
+        figure = new_figure()
+        ax = figure.add_subplot()
+        for label in labels:
+            ax.plot([0, 1], label=label)
+        ax.set_ylabel("y")
+        legend = ax.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=legend_columns(labels), borderpad=0
+        )
+        figure.draw_without_rendering()
+        assert legend.get_window_extent().x1 <= figure.bbox.x1
+        # Nor does it push the axis aside.
+        assert ax.get_window_extent().width > 0.75 * figure.bbox.width
 
 
 def test_thinning_keeps_the_mean_or_the_worst_and_the_last_step() -> None:

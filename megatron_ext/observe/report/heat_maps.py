@@ -119,5 +119,5 @@ def _layer_axis(ax: Axes, layers: Integers, *, name: str = "layer") -> None:
 
 
 def _few(count: int) -> list[int]:
-    """Up to nine positions, evenly from the first to the last."""
-    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, 9))})
+    """Up to nine positions from the first on, each as far from the next."""
+    return list(range(0, count, 1 + (count - 1) // 9))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed", "#db2777", "#0891b2", "#65a30d", "#b91c1c")
 GREY = "#7b8794"
 _POINTS = 400  # of a line: more than a screen has, and 10 kB
+# In letters of a legend: what stands before a label, and the width of a panel.
+_HANDLE, _LEGEND = 8, 66
 
 
 @dataclass(frozen=True)
@@ -143,16 +145,28 @@ def _panel(ax: Axes, data: RunData, panel: Panel, lines: Sequence[Line]) -> int:
     if len(positive) == len(together) and positive.max() > panel.log_from * positive.min():
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.yaxis.set_minor_formatter(_two_and_five)
     if panel.counts:
         ax.yaxis.set_major_formatter(lambda value, _: human_count(value))
     if panel.from_zero:
         ax.set_ylim(bottom=0, top=None if together.max() > 0 else 1)
     ax.set_ylabel(panel.unit)
-    # Above the panel: inside it would cover lines. Three long labels do not fit beside each other.
-    wide = sum(len(line.label) for line in lines) > 30
-    columns = 2 if wide else 4
+    # Above the panel: inside it would cover lines.
+    columns = legend_columns([str(line.get_label()) for line in ax.get_legend_handles_labels()[0]])
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderpad=0)
     return points
+
+
+def legend_columns(labels: Sequence[str]) -> int:
+    """Into how many columns a legend goes without being wider than its panel."""
+    widths = sorted((len(label) + _HANDLE for label in labels), reverse=True)
+    return max([n for n in (1, 2, len(labels)) if sum(widths[:n]) <= _LEGEND], default=1)
+
+
+def _two_and_five(value: float, _: float) -> str:
+    """Labels between powers of ten: all nine would touch each other."""
+    text = f"{value:g}"
+    return text if text.strip("0.")[:1] in ("2", "5") else ""
 
 
 def thin(

@@ -142,7 +142,7 @@ def _section(heading: str, plots: list[Plot]) -> str:
 def _details(data: RunData) -> str:
     parts = []
     if data.ending is not None:
-        parts.append(f"<p>{escape(str(data.ending.get('reason', '')))}</p>")
+        parts.append(f"<p>Ended: {escape(str(data.ending.get('reason', '')))}</p>")
     for title, text in (
         ("Layout", "\n".join(map(str, data.run.get("layout", [])))),
         ("Command", " ".join(map(str, data.run.get("command", [])))),
