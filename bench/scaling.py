@@ -253,7 +253,13 @@ def checked(options: argparse.Namespace, extra: list[str], gpus: int) -> list[La
             "--share-gpu, which shows correctness and nothing about speed)"
         )
     try:
-        chosen = layouts(options.set, ranks=ranks, large=options.large or gpus > 0)
+        every = layouts(options.set, ranks=ranks, large=options.large or gpus > 0)
+        chosen = [layout for layout in every if options.only in layout.name]
+        if not chosen:
+            names = "; ".join(layout.name for layout in every)
+            sys.exit(f"--only {options.only!r}: in no layout's name (allowed: a part of: {names})")
+        needed = {name for layout in chosen for name in (layout.baseline, layout.resumes)}
+        chosen = [layout for layout in every if layout in chosen or layout.name in needed]
         for layout in chosen:
             compose([*COMMON, *layout.words, *extra], world_size=layout.ranks)
     except ValueError as error:
@@ -267,6 +273,9 @@ def main() -> None:
     """Runs and prints, the tables last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--set", choices=SETS, default="weak")
+    parser.add_argument(
+        "--only", default="", help="layouts with this in their name, and their base"
+    )
     parser.add_argument("--ranks", type=int, help="processes; default: one a GPU, without one 2")
     parser.add_argument("--share-gpu", action="store_true", help="allow more ranks than GPUs")
     parser.add_argument("--cpu", action="store_true", help="use no GPU")

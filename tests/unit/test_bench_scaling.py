@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONS = {"set": "weak", "ranks": None, "plan": False, "share_gpu": False, "large": False}
+OPTIONS = {"set": "weak", "only": "", "ranks": None}
+OPTIONS |= {"plan": False, "share_gpu": False, "large": False}
 
 
 @pytest.fixture
@@ -67,6 +68,7 @@ def test_on_a_cpu_torchs_operators_hide_messages(load: Any, tmp_path: Path) -> N
         ({"set": "k3_30b", "ranks": 8}, 0, "for 4 ranks"),
         ({"set": "k3_30b", "ranks": 2}, 8, "for 8 ranks"),
         ({"set": "resume", "ranks": 3}, 0, "an even number"),
+        ({"only": "tp4"}, 2, "allowed: a part of: one; one balanced; dp2; ep2"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(
@@ -82,6 +84,12 @@ def test_every_layout_of_a_set_is_valid_on_eight_gpus(load: Any, chosen: str) ->
     options = argparse.Namespace(**(OPTIONS | {"set": chosen}))
     found = load("scaling").checked(options, [], 8)
     assert max(layout.ranks for layout in found) == 8
+
+
+def test_a_layout_comes_with_the_one_that_it_is_measured_by(load: Any) -> None:
+    options = argparse.Namespace(**(OPTIONS | {"only": "ep8 balanced"}))
+    names = [layout.name for layout in load("scaling").checked(options, [], 8)]
+    assert names == ["one balanced", "ep8 balanced"]
 
 
 def test_more_ranks_than_gpus_are_allowed_when_asked_for(load: Any) -> None:
