@@ -2,6 +2,7 @@
 
     python -m megatron_ext.observe.dashboard --entity TEAM --project PROJECT      saves it there
     python -m megatron_ext.observe.dashboard --json FILE                          needs no login
+    python -m megatron_ext.observe.dashboard --preview RUN      RUN/dashboard.html, neither
 
 The view shows the metrics of the registry in the order in which one asks: is it healthy, is it
 learning, how fast, are the experts balanced, what does attention do.
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.observe.report.lines import Line, Panel, Plot, draw_lines
+from megatron_ext.observe.report.page import document, section
+from megatron_ext.observe.report.run_data import RunData, read_run
 from megatron_ext.observe.run_files import replace_file
 from megatron_ext.observe.wandb_layers import DEPTH_MAP, HISTOGRAM, LOAD_MAP, TABLE
 
@@ -186,6 +192,38 @@ def workspace(*, entity: str, project: str) -> Workspace:
     )
 
 
+def preview(data: RunData) -> str:
+    """The curves of the view from the numbers of one run, as a page. wandb draws them its own way:
+    over tokens, and with what lies on its server.
+    """
+
+    def plot(heading: str, curves: Curves) -> Plot:
+        metrics = curves.metrics or data.names(curves.family)
+        lines = [
+            Line(name, name, reference=name == curves.dashed, dots=name.startswith("eval/"))
+            for name in metrics
+        ]
+        return draw_lines(
+            data,
+            re.sub(r"[^a-z]+", "-", f"{heading} {curves.title}".lower()),
+            curves.title,
+            [Panel("", lines, log_from=1.0 if curves.log else math.inf)],
+            note="",
+            missing="This run has no such numbers.",
+        )
+
+    body = "\n".join(
+        section(heading, [plot(heading, curves) for curves in charts])
+        for heading, charts in SECTIONS
+    )
+    header = (
+        '<p class="quiet">The curves of the dashboard, drawn from one run over its '
+        "steps. On wandb a section with the table, the histogram and the maps of the layers "
+        "follows.</p>"
+    )
+    return document("Dashboard", header=header, body=body, source=data.folder)
+
+
 def specification(view: Workspace) -> dict[str, Any]:
     """What wandb's server is sent, as JSON."""
     # A private name, and the only way to see it without a login: the version is pinned.
@@ -232,8 +270,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--entity", default="", help="team or user on wandb")
     parser.add_argument("--project", default="megatron-ext", help="default: megatron-ext")
     parser.add_argument("--json", type=Path, help="write it here instead of saving it on wandb")
+    parser.add_argument(
+        "--preview", type=Path, metavar="RUN", help="only draw its curves from this run folder"
+    )
     arguments = parser.parse_args(words)
     try:
+        if arguments.preview is not None:
+            output = arguments.preview / "dashboard.html"
+            replace_file(output, preview(read_run(arguments.preview)).encode())
+            print(output)
+            return 0
         view = workspace(entity=arguments.entity, project=arguments.project)
         if arguments.json is not None:
             text = json.dumps(specification(view), indent=1) + "\n"

@@ -138,7 +138,8 @@ def layer_statistics(
         "balance/bias_range": table.bias.max(axis=1) - table.bias.min(axis=1),
         "balance/bias_change": np.abs(table.new_bias - table.bias).max(axis=1),
         "balance/out_of_range": outside,
-        "balance/predicted_violation": relative_load(table.predicted).max(axis=1) - 1,
+        # Of equal loads the mean is rounded.
+        "balance/predicted_violation": (relative_load(table.predicted).max(axis=1) - 1).round(12),
     }
     if expected is not None:
         error = np.abs(load - relative_load(expected)).max(axis=1)

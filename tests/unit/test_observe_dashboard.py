@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -171,6 +172,30 @@ def test_the_dashboard_is_made_without_a_login_from_registered_metrics(
     ]
     assert wandb_layers.TABLE in json.dumps(media[2])
     assert media[3]["mediaKeys"] == [wandb_layers.DEPTH_MAP]
+
+
+def test_its_curves_are_drawn_from_a_run_without_wandb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", None)
+    names = ("grad_norm", "lr", "step_seconds", "memory_gib", "tokens_per_second", "loss/code")
+    values = dict.fromkeys(names, 3.0) | {"tokens": 64, "moe/max_violation": 1e-7, "mfu": None}
+    rows = [values | {"step": step, "loss": 3.0 / step} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert dashboard.main(["--preview", str(tmp_path)]) == 0
+    file = tmp_path / "dashboard.html"
+    assert capsys.readouterr().out == f"{file}\n"
+    page = ElementTree.fromstring(file.read_text().removeprefix("<!DOCTYPE html>"))
+    titles = [figure.findtext("h3") for figure in page.iter("figure")]
+    drawn = ["Loss", "Max violation and its floor", "Training, by source", "Max violation"]
+    assert [title for title in titles if title in drawn] == drawn
+    sections = [heading.text for heading in page.iter("h2")]
+    assert sections == [name for name, _ in dashboard.SECTIONS]
+    text = "".join(page.itertext())
+    assert (
+        "This run has no such numbers. Hence no plot of: Model FLOPs utilisation; Waiting" in text
+    )
+    assert "loss/code 3" in text
 
 
 def test_without_a_key_saving_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

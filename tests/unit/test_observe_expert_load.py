@@ -86,6 +86,12 @@ def reference(load: LayerLoad, *, ranks: int) -> dict[str, float]:
     }
 
 
+def test_a_level_prediction_is_no_violation_to_the_last_digit() -> None:
+    level = torch.full((896,), 4096 * 16 / 896, dtype=torch.float64)
+    load = replace(load_of([73] * 896), predicted=level)
+    assert metrics_of([load])["balance/predicted_violation"] == 0.0
+
+
 @given(
     counts=st.lists(st.integers(0, 10**6), min_size=8, max_size=8).filter(any),
     ranks=st.sampled_from([1, 2, 4, 8]),

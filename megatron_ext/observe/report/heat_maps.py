@@ -98,7 +98,8 @@ def depth(sublayers: Sequence[int], weights: Floats) -> Figure:
 
 
 def _figure(layers: int) -> Figure:
-    return new_figure(height=min(1.1 + 0.16 * layers, 0.85 * WIDTH_INCHES))
+    # Low enough for a screen, and high enough for the label of the colours.
+    return new_figure(height=min(max(1.1 + 0.16 * layers, 1.9), 0.85 * WIDTH_INCHES))
 
 
 def _norm(values: Floats) -> Normalize:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed", "#db2777", "#0891b2", "#65a30d", "#b91c1c")
 GREY = "#7b8794"
 _POINTS = 400  # of a line: more than a screen has, and 10 kB
-# In letters of a legend: what stands before a label, and the width of a panel.
-_HANDLE, _LEGEND = 8, 66
+# In points: what a legend has beside a label, and the width of a panel.
+_HANDLE, _LEGEND = 38, 270
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ def draw_lines(
     ]
     if not found:
         return Plot(key, title, missing)
+    from matplotlib.ticker import MaxNLocator
+
     with style(salt=key):
         figure = new_figure(height=0.8 + 1.4 * len(found))
         axes = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
@@ -111,6 +113,7 @@ def draw_lines(
             _panel(ax, data, panel, lines) for ax, (panel, lines) in zip(axes, found, strict=True)
         )
         axes[-1].set_xlabel("step")
+        axes[-1].xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         return Plot(key, title, note, to_svg(figure, label=title), points)
 
 
@@ -146,6 +149,9 @@ def _panel(ax: Axes, data: RunData, panel: Panel, lines: Sequence[Line]) -> int:
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.yaxis.set_minor_formatter(_two_and_five)
+    elif np.abs(together).max() < 1e-3:
+        # Not a common power of ten above the axis, where the legend is.
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if panel.counts:
         ax.yaxis.set_major_formatter(lambda value, _: human_count(value))
     if panel.from_zero:
@@ -159,7 +165,14 @@ def _panel(ax: Axes, data: RunData, panel: Panel, lines: Sequence[Line]) -> int:
 
 def legend_columns(labels: Sequence[str]) -> int:
     """Into how many columns a legend goes without being wider than its panel."""
-    widths = sorted((len(label) + _HANDLE for label in labels), reverse=True)
+    from matplotlib import rcParams
+    from matplotlib.textpath import TextPath
+
+    size = rcParams["legend.fontsize"]
+    widths = sorted(
+        (TextPath((0, 0), label, size=size).get_extents().width + _HANDLE for label in labels),
+        reverse=True,
+    )
     return max([n for n in (1, 2, len(labels)) if sum(widths[:n]) <= _LEGEND], default=1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from html import escape
+from pathlib import Path
 
 import yaml
 
@@ -42,29 +43,44 @@ summary { cursor: pointer; }
 def render(data: RunData) -> str:
     """The whole page. Well-formed XML but for the first line."""
     name = str(data.config.get("run", {}).get("name") or data.folder.resolve().name)
-    body = "\n".join(_section(heading, plots) for heading, plots in sections(data))
+    body = "\n".join(section(heading, plots) for heading, plots in sections(data))
+    return document(
+        name,
+        header=f'<p class="quiet">{escape(_origin(data))}</p>\n{_tiles(data)}',
+        body=f"{body}\n{_details(data)}",
+        source=data.folder,
+    )
+
+
+def document(title: str, *, header: str, body: str, source: Path) -> str:
+    """A page that asks for nothing else.
+
+    Args:
+        title: text.
+        header: HTML below it.
+        body: HTML.
+        source: folder that it was made from.
+    """
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8"/>
 <meta name="viewport" content="width=device-width, initial-scale=1"/>
-<title>{escape(name)}</title>
+<title>{escape(title)}</title>
 <style>
 {_STYLE}
 </style>
 </head>
 <body>
 <header>
-<h1>{escape(name)}</h1>
-<p class="quiet">{escape(_origin(data))}</p>
-{_tiles(data)}
+<h1>{escape(title)}</h1>
+{header}
 </header>
 <main>
 {body}
-{_details(data)}
 </main>
-<footer><p class="quiet">Made {written} from {escape(str(data.folder))}</p></footer>
+<footer><p class="quiet">Made {written} from {escape(str(source))}</p></footer>
 </body>
 </html>
 """
@@ -119,7 +135,8 @@ def _state(data: RunData) -> str:
     return {"0": "finished", "10": "stopped, resumable"}.get(code, f"ended with code {code}")
 
 
-def _section(heading: str, plots: list[Plot]) -> str:
+def section(heading: str, plots: list[Plot]) -> str:
+    """Figures below a heading, and why others are missing."""
     drawn = [
         f'<figure id="{plot.key}" data-points="{plot.points}">\n<h3>{escape(plot.title)}</h3>\n'
         f"{plot.svg}\n<figcaption>{escape(plot.note)}</figcaption>\n</figure>"
