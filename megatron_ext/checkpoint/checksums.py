@@ -55,6 +55,12 @@ class ChecksumStream:
         return Entry(self._size, self._crc32)
 
 
+def sync(file: BinaryIO) -> None:
+    """Let what was written reach the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def entry_of(path: Path) -> Entry:
     """Read a file. Raises OSError."""
     size = crc32 = 0

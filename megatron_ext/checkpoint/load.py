@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,11 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_ext.checkpoint import paths, rng, safe, state, verify
+from megatron_ext.checkpoint import carry, paths, rng, safe, state, verify
+from megatron_ext.checkpoint.history import History
 from megatron_ext.errors import CheckpointError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def load(
@@ -35,6 +38,7 @@ def load(
     mesh: ProcessGroupCollection,
     *,
     verified: bool = False,
+    trained: History | None = None,
 ) -> dict[str, Any]:
     """Fill model chunks and optimizer from a checkpoint. Collective over all ranks.
 
@@ -49,6 +53,8 @@ def load(
             states; call it before the optimizer is built, whose main weights copy the model's.
         mesh: process groups.
         verified: its files have been compared with their checksums just now; else they are here.
+        trained: what was trained when, up to now; default: as the checkpoint says. Moments of
+            frozen parameters are not read, and some of others begin anew.
 
     Returns:
         The `extra` values that were given to `save`.
@@ -67,10 +73,16 @@ def load(
         )
         if ours["layout"] == state.layout(chunks, mesh):
             request["rng"] = state.rng_object(None)
+    saved = History.read(ours)
+    trained = trained or saved
+    anew = _leave_out_anew(request, trained, saved)
     later = _adapt_precision(request, stored)
     _drop_absent_extra_states(request["model"], stored)
-    _check(path, request, later, stored, device=_device(chunks), weights_only=optimizer is None)
+    expected = Expected(trained, saved, weights_only=optimizer is None)
+    _check(path, request, later, stored, device=_device(chunks), expected=expected)
     loaded = _read(path, request)
+    for (part, index, name), zeros in anew.items():
+        loaded.setdefault("optimizer", {}).setdefault(part, {}).setdefault(index, {})[name] = zeros
     for (part, index), tensor in (_read(path, later) if later else {}).items():
         loaded["optimizer"][part][index]["fp32_param"] = tensor
     for index, chunk in enumerate(chunks):
@@ -199,6 +211,54 @@ def _adapt_precision(request: dict[str, Any], stored: dict[str, Any]) -> dict[An
     return later
 
 
+def _leave_out_anew(
+    request: dict[str, Any], trained: History, saved: History
+) -> dict[tuple[str, int, str], torch.Tensor]:
+    """Do not ask for moments that begin anew: zeros in their place, by part, index and name."""
+    zeros = {}
+    for part, entries in request.get("optimizer", {}).items():
+        for index, entry in entries.items():
+            parameter = carry.parameter_of(entry["exp_avg"].key)
+            if parameter is None or not trained.begins_anew(parameter, saved):
+                continue
+            for name in [name for name in entry if name != "fp32_param"]:
+                zeros[part, index, name] = torch.zeros_like(entry.pop(name).data)
+    return zeros
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Which of a checkpoint's tensors need not be asked for, and which must be there unasked.
+
+    Attributes:
+        trained: what was trained when, up to now.
+        saved: the same, as the checkpoint says.
+        weights_only: no optimizer is read.
+    """
+
+    trained: History
+    saved: History
+    weights_only: bool
+
+    def unasked(self, name: str) -> bool:
+        """Whether a stored moment is left where it is."""
+        parameter = carry.parameter_of(name)
+        if parameter is None:
+            return False
+        frozen = not self.trained.rule.trains(parameter)
+        return self.weights_only or frozen or self.trained.begins_anew(parameter, self.saved)
+
+    def missing(self, parameters: Iterable[str], stored: Collection[str]) -> list[str]:
+        """Moments of frozen parameters that a checkpoint should hold and does not."""
+        resting = [
+            name
+            for name in parameters
+            if not self.trained.rule.trains(name) and self.saved.keeps(name)
+        ]
+        wanted = [f"{carry.PREFIX}{what}.{name}" for name in resting for what in MOMENTS]
+        return [] if self.weights_only else [name for name in wanted if name not in stored]
+
+
 def _drop_absent_extra_states(model: dict[str, Any], stored: dict[str, Any]) -> None:
     """Objects that only some backends keep with a module (Transformer Engine's) may be absent."""
     for chunk in model.values():
@@ -214,7 +274,7 @@ def _check(
     stored: dict[str, Any],
     *,
     device: torch.device,
-    weights_only: bool,
+    expected: Expected,
 ) -> None:
     """Compare names and shapes with the checkpoint's, over all ranks."""
     problems = []
@@ -233,6 +293,15 @@ def _check(
             theirs, mine = tuple(stored[name].global_shape), tuple(piece.global_shape)
             if theirs != mine:
                 problems.append(f"shape: {name} is {list(theirs)} there and {list(mine)} here")
+    for chunk in request["model"].values():
+        parameters = [
+            piece.key.removeprefix(state.MAIN_WEIGHT)
+            for value in chunk.values()
+            if isinstance(getattr(value, "data", None), nn.Parameter)
+            for piece in _pieces([value])
+        ]
+        missing = expected.missing(parameters, stored)
+        problems += [f"missing in the checkpoint: {name}" for name in missing]
     asked = asked.to(device)
     dist.all_reduce(asked, op=dist.ReduceOp.MAX)
     for name, is_asked in zip(names, asked.tolist(), strict=True):
@@ -241,7 +310,7 @@ def _check(
             or name.startswith(state.MAIN_WEIGHT)
             # Replaced by its main weight of higher precision.
             or state.MAIN_WEIGHT + name in stored
-            or (weights_only and name.startswith("optimizer."))
+            or expected.unasked(name)
         )
         if not is_asked and not optional:
             problems.append(f"not in the model: {name}")

@@ -23,9 +23,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint import paths, rng, state
+from megatron_ext.checkpoint import carry, history, paths, rng, state
+from megatron_ext.checkpoint.carry import Carried
 from megatron_ext.checkpoint.checksums import Entry
+from megatron_ext.checkpoint.history import History
 from megatron_ext.checkpoint.writing import Report, shielded, with_checksums, without_helper
+from megatron_ext.config.trainable import Trainable
 from megatron_ext.errors import CheckpointError
 
 T = TypeVar("T")
@@ -41,6 +44,9 @@ class Checkpointer:
         asynchronous: return from `save` when the state is copied, and write meanwhile.
         keep: newest checkpoints to keep; 0: all.
         keep_every: multiples of this step are never deleted; 0: none.
+        trained: what was trained when; default: everything, always.
+        source: the checkpoint that the run goes on from, which holds the moments of frozen
+            parameters.
 
     Raises:
         CheckpointError: the folder cannot be made or written.
@@ -54,8 +60,13 @@ class Checkpointer:
         asynchronous: bool,
         keep: int,
         keep_every: int,
+        trained: History | None = None,
+        source: Path | None = None,
     ) -> None:
         self.folder = folder
+        self._history = trained or History().then(Trainable(), reset=False)
+        self._source = source
+        self._carried: Carried | None = None
         self._mesh = mesh
         self._asynchronous = asynchronous
         self._keep = keep
@@ -106,12 +117,14 @@ class Checkpointer:
         if step == self._saved:
             return
         self._begun = time.monotonic()
+        updates = state.optimizer_step(optimizer)
         if paths.RESERVED in extra:
             raise ValueError(f"extra may not have the key {paths.RESERVED!r}")
         ours = {
             "format": paths.FORMAT,
             "step": step,
-            "optimizer_step": state.optimizer_step(optimizer),
+            "optimizer_step": updates,
+            history.KEY: self._history.written(total=updates),
             "layout": state.layout(chunks, self._mesh),
             "megatron_core": version("megatron-core"),
         }
@@ -119,6 +132,7 @@ class Checkpointer:
             lambda: paths.prepare(self.folder, step, {**extra, paths.RESERVED: ours}),
             f"step {step}: extra.json cannot be written",
         )
+        self._plan_carrying()
         model = state.model_state(chunks, self._mesh)
         content = {
             "model": model,
@@ -141,7 +155,12 @@ class Checkpointer:
             )
         except (CheckpointException, CheckpointingException, OSError) as error:
             self._fail(error)
-        request, self._report = with_checksums(request)
+        share = self._carried.shares[dist.get_rank()] if self._carried is not None else None
+        request, self._report = with_checksums(
+            request,
+            carried=share if share is not None and share.pieces else None,
+            folder=self._temporary,
+        )
         request.add_finalize_fn(partial(self._publish, step))
         with shielded():  # the writer is forked here
             self._queue.schedule_async_request(request)
@@ -180,10 +199,11 @@ class Checkpointer:
         dist.all_gather_object(parts, self._report.entries)
         self._pending = None
         written = {name: entry for part in parts for name, entry in part.items()}
-        self._on_rank_0(
-            lambda: paths.publish(self._temporary, step, written),
-            f"step {step}: cannot be completed",
+        final = self._on_rank_0(
+            lambda: self._complete(step, written), f"step {step}: cannot be completed"
         )
+        if self._carried is not None:
+            self._carried = self._carried.after(final)
         self._saved = step
         self.save_seconds = time.monotonic() - self._begun
 
@@ -191,6 +211,25 @@ class Checkpointer:
             paths.prune(self.folder, keep=self._keep, keep_every=self._keep_every)
 
         self._on_rank_0(prune, "old checkpoints cannot be deleted")
+
+    def _complete(self, step: int, written: dict[str, Entry]) -> Path:
+        if self._carried is not None:
+            self._carried.enter(self._temporary)
+        return paths.publish(self._temporary, step, written)
+
+    def _plan_carrying(self) -> None:
+        """Find out, once, what is to be copied from checkpoint to checkpoint."""
+        source, rule = self._source, self._history.rule
+        if source is None or rule.everything or self._carried is not None:
+            return
+        self._carried = self._on_rank_0(
+            lambda: carry.plan(
+                source,
+                frozen=lambda name: bool(name) and not rule.trains(name),
+                ranks=dist.get_world_size(),
+            ),
+            f"{source}: moments of frozen parameters cannot be taken over",
+        )
 
     def _fail(self, error: BaseException) -> None:
         """Every rank comes here for the same failure: megatron-core gathers the writers' errors."""

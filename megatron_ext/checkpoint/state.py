@@ -30,6 +30,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from megatron_ext.optim.groups import LATE
+
 MAIN_WEIGHT = "optimizer.state.fp32_param."
 RNG = "rng_state"
 
@@ -90,16 +92,17 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> int:
-    """Number of updates made."""
+    """Number of updates that the run has made; a group's moments may have seen fewer."""
     groups = [group for part in optimizer_parts(optimizer) for group in part.optimizer.param_groups]
-    return max((int(group.get("step", 0)) for group in groups), default=0)
+    steps = (int(group.get("step", 0)) + int(group.get(LATE, 0)) for group in groups)
+    return max(steps, default=0)
 
 
 def set_optimizer_step(optimizer: MegatronOptimizer, step: int) -> None:
-    """Set the number of updates in every group."""
+    """Set the number of updates that the run has made, in every group."""
     for part in optimizer_parts(optimizer):
         for group in part.optimizer.param_groups:
-            group["step"] = step
+            group["step"] = step - int(group.get(LATE, 0))
 
 
 def optimizer_state(

@@ -10,7 +10,6 @@ training process reads when the writer has ended: nobody waits for anybody else.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import signal
 import tempfile
@@ -28,7 +27,8 @@ from torch.distributed.checkpoint.filesystem import (
     _write_item,
 )
 
-from megatron_ext.checkpoint.checksums import ChecksumStream, Entry
+from megatron_ext.checkpoint.carry import Share
+from megatron_ext.checkpoint.checksums import ChecksumStream, Entry, sync
 
 
 class Report:
@@ -65,11 +65,14 @@ def without_helper() -> None:
     filesystem_async._results_queue = SimpleQueue()
 
 
-def with_checksums(request: AsyncRequest) -> tuple[AsyncRequest, Report]:
+def with_checksums(
+    request: AsyncRequest, *, carried: Share | None, folder: Path
+) -> tuple[AsyncRequest, Report]:
     """Let the writer of a save take checksums of what it writes.
 
     Args:
         request: what megatron-core made of a save; its writer is replaced by ours.
+        carried: what it is to copy from an earlier checkpoint into `folder`.
 
     Returns:
         The request to schedule, and the report, which is there when the request is finalised; it
@@ -77,10 +80,13 @@ def with_checksums(request: AsyncRequest) -> tuple[AsyncRequest, Report]:
     """
     report = Report()
     if request.async_fn is None:
+        if carried is not None:  # every rank writes its random states
+            raise RuntimeError("a rank that writes nothing cannot copy from a checkpoint")
         return request, report
     take = partial(report.take, request.async_fn_args[2])
     request = request._replace(
-        async_fn=partial(_write, report), finalize_fns=[take, *request.finalize_fns]
+        async_fn=partial(_write, report, carried, folder),
+        finalize_fns=[take, *request.finalize_fns],
     )
     return request, report
 
@@ -102,12 +108,18 @@ def shielded() -> Iterator[None]:
 
 
 def _write(
-    report: Report, rank: int, buckets: list[tuple[Any, str, tuple[Any, Any]]], results: object
+    report: Report,
+    carried: Share | None,
+    folder: Path,
+    rank: int,
+    buckets: list[tuple[Any, str, tuple[Any, Any]]],
+    results: object,
 ) -> None:
     """Write one file a bucket as torch's writer does, in a forked process.
 
     Args:
         report: gets the places of all items by number of the bucket, or an exception.
+        carried: what to copy into `folder` from an earlier checkpoint.
         rank: of this process.
         buckets: (path, name, (objects, tensors)), the last two as (item, data).
         results: of the training process, out of reach here.
@@ -130,9 +142,10 @@ def _write(
                     )
                     for item, data in (*objects, *tensors)
                 ]
-                file.flush()
-                os.fsync(file.fileno())
+                sync(file)
             entries[name] = stream.entry
+        if carried is not None:
+            entries[carried.file] = carried.copy(folder)
         outcome = places
     except Exception as error:  # Whatever it is, the training process has to hear of it.
         outcome = RuntimeError(f"{type(error).__name__}: {error}")

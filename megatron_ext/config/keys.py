@@ -111,6 +111,8 @@ def _words(kind: Any) -> str:
         if is_dataclass(inner):
             names = ", ".join(item.name for item in fields(inner))
             return "a list like [{name:...,path:...}] with the keys " + names
+        if inner is str:
+            return "a list like [one,two]"
         return "a list like [2,2,1,1]"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "one of " + ", ".join(member.name for member in kind)

@@ -93,6 +93,12 @@ def row_length(config: RunConfig) -> int:
     return config.data.sequence_length * sequences
 
 
+def probe_lengths(config: RunConfig) -> list[int]:
+    """Lengths of the evaluation by length, in tokens, ascending, each once."""
+    options, length = config.evaluate, config.data.sequence_length
+    return sorted({*options.lengths, *(factor * length for factor in options.length_factors)})
+
+
 def model_parallel_size(parallel: ParallelOptions) -> int:
     """Ranks that hold one copy of the model: tensor x pipeline x context."""
     return parallel.tensor * parallel.pipeline * parallel.context

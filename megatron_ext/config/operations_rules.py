@@ -128,6 +128,15 @@ def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
                 f"= {shortest} (nearest {shortest})",
                 ("evaluate.lengths", "parallel.context"),
             )
+    length = config.data.sequence_length
+    for factor in config.evaluate.length_factors:
+        if factor < 1 or factor * length < shortest:
+            nearest = max(1, -(-shortest // length))
+            yield Problem(
+                f"evaluate.length_factors: {factor}: must be at least 1 and give {SHORTEST_PROBE} "
+                f"x parallel.context = {shortest} tokens or more (nearest {nearest})",
+                ("evaluate.length_factors", "parallel.context", "data.sequence_length"),
+            )
 
 
 def score_problems(config: RunConfig) -> Iterator[Problem]:

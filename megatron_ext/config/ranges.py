@@ -99,6 +99,7 @@ RANGES: dict[str, Range] = {
     "data.sequence_length": COUNT,
     "data.spiral_segment": AMOUNT,
     "data.held_out": Range(low=0, high=1, low_open=True, high_open=True),
+    "train.frozen_layers": AMOUNT,
     "train.steps": COUNT,
     "train.batch_tokens": COUNT,
     "train.micro_batch_size": COUNT,

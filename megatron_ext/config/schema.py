@@ -200,6 +200,14 @@ class TrainOptions:
     loss_chunk_tokens: int | None = option(
         None, "Tokens whose logits exist at once; default: 256 MiB of them", unit="tokens"
     )
+    trainable: list[str] = option(
+        ["all"],
+        "What is trained: of all, embedding, position, experts, head, or patterns of parameter "
+        "names such as '*.norm.weight'; the rest is frozen",
+    )
+    frozen_layers: int = option(
+        0, "Lowest layers that are frozen, with the embedding below them", unit="layers"
+    )
 
 
 @dataclass
@@ -228,6 +236,9 @@ class EvaluateOptions:
     )
     lengths: list[int] = option(
         [], "At the end: finding a key, and use of context, at these lengths", unit="tokens"
+    )
+    length_factors: list[int] = option(
+        [], "At the end: the same at these multiples of data.sequence_length, such as [1,4]"
     )
 
 

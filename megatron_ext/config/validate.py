@@ -35,6 +35,7 @@ from megatron_ext.config.schema import (
     Packing,
     RunConfig,
 )
+from megatron_ext.config.trainable import trainable_problems
 from megatron_ext.config.validate_balance import balance_problems
 from megatron_ext.config.validate_experts import expert_problems
 from megatron_ext.config.validate_residual import residual_problems
@@ -84,6 +85,7 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
         evaluation_problems,
         score_problems,
         plan_problems,
+        trainable_problems,
     ):
         problems += more(config)
     return problems

@@ -42,12 +42,20 @@ def go_on_with(saved: Mapping[str, Any], stream: TokenStream, *, other_blend: bo
         stream: of now.
         other_blend: it is another blend, which takes over at the checkpoint's position; else it
             has begun where the checkpoint's had.
+
+    Raises:
+        DataError: the checkpoint does not say where its sources stand.
     """
     known = dict(saved.get("left", {}))
     if other_blend:
         known |= {name: fact for name, fact in saved["facts"].items() if name.startswith(_CONTENT)}
     stream.left = {name: fact for name, fact in known.items() if name not in stream.facts}
     if other_blend:
+        if "position" not in saved:
+            raise DataError(
+                "the checkpoint is of a version that did not note where each source stands, so no "
+                "other blend can go on from it: give the stage the data.sources of the one before"
+            )
         stream.take_over(saved["position"], saved["places"])
     elif saved.get("begin"):
         stream.take_over(saved["begin"], saved["begun"])

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.data.batches import MicroBatch
-from megatron_ext.data.stream import TokenStream
+from megatron_ext.data.stream import DocumentId, TokenStream
 from megatron_ext.data.tokenizers import Tokenizer
 
 DIGITS = 5
@@ -48,13 +48,15 @@ def key_probe(
     return probe(np.array(whole, np.int64), scored=len(answer))
 
 
-def context_probe(stream: TokenStream, *, number: int, length: int, seen: int) -> MicroBatch:
-    """The end of a stretch of held-out text, of which the last `seen` tokens are given.
+def context_probe(
+    stream: TokenStream, document: DocumentId, *, length: int, seen: int
+) -> MicroBatch:
+    """A stretch of one document, of which the last `seen` of `length` tokens are given.
 
     The last eighth of `length` is scored, whatever is seen of what stands before it.
     """
-    tokens = stream.read(number * length, length + 1).tokens
-    return probe(tokens[-seen - 1 :], scored=length // 8)
+    tokens = stream.read_piece(*document, begin=length - seen, end=length + 1)
+    return probe(tokens, scored=length // 8)
 
 
 def probe(tokens: npt.NDArray[np.int64], *, scored: int) -> MicroBatch:

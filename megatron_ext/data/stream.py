@@ -66,6 +66,13 @@ class Pieces:
         return self.end - self.begin
 
 
+class DocumentId(NamedTuple):
+    """A document, as ``Pieces`` names it."""
+
+    source: int
+    row: int
+
+
 class _Document(NamedTuple):
     """A document in the mixed stream: `length` tokens from position `start` on, its first `skip`
     ones left out; `ordinal` counts those of its source, `number` all."""
@@ -125,6 +132,18 @@ class TokenStream:
         """Documents of one epoch of each source."""
         return {source.name: len(source) for source in self._sources}
 
+    @property
+    def longest_without_repeat(self) -> tuple[str, int]:
+        """The source that is the first to begin anew, and the tokens of a stretch by then."""
+        rate = sum(1 / ticks for ticks in self._ticks)  # tokens of all sources a tick
+        return min(
+            (
+                (source.name, math.floor(source.order.tokens * ticks * rate))
+                for source, ticks in zip(self._sources, self._ticks, strict=True)
+            ),
+            key=lambda found: found[1],
+        )
+
     def take_over(self, position: int, places: Mapping[str, Sequence[int]]) -> None:
         """Begin where another blend has ended.
 
@@ -180,6 +199,18 @@ class TokenStream:
             [self._sources[index].order.lengths[place] for index, place, *_ in found], np.int64
         )
         return Pieces(source, row, begin, end, whole)
+
+    def longer_than(self, length: int, *, count: int) -> list[DocumentId]:
+        """Up to ``count`` documents of more than ``length`` tokens, of all sources in turn."""
+        rows = [np.flatnonzero(source.order.lengths > length) for source in self._sources]
+        most = min(count, max(map(len, rows)))
+        found = [
+            DocumentId(source, int(own[turn]))
+            for turn in range(most)
+            for source, own in enumerate(rows)
+            if turn < len(own)
+        ]
+        return found[:count]
 
     def read_piece(self, source: int, row: int, *, begin: int, end: int) -> npt.NDArray[np.int64]:
         """Tokens [begin, end) of one document, as ``Pieces`` names it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron.core.distributed import DistributedDataParallel
@@ -15,6 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.model.freeze import parameter_names
 from megatron_ext.optim import groups, mcore_adam
 from megatron_ext.parallel.mcore_config import optimizer_config
 
@@ -22,9 +23,13 @@ group_table = groups.group_table
 
 
 def build_optimizer(
-    config: RunConfig, chunks: Sequence[DistributedDataParallel], mesh: ProcessGroupCollection
+    config: RunConfig,
+    chunks: Sequence[DistributedDataParallel],
+    mesh: ProcessGroupCollection,
+    *,
+    late: Callable[[str], int] = lambda name: 0,
 ) -> MegatronOptimizer:
-    """AdamW over all chunks of this rank.
+    """AdamW over the trainable parameters of all chunks of this rank.
 
     Fused where there is a fused one, sharded over data parallel ranks with
     `parallel.distributed_optimizer`, with float32 main weights for bf16 chunks. The norm that
@@ -34,7 +39,11 @@ def build_optimizer(
         config: the validated configuration.
         chunks: the model chunks, wrapped in megatron-core's DistributedDataParallel.
         mesh: the process groups.
+        late: by name of a parameter, the updates of the run that its moments have not seen.
     """
+    for chunk in chunks:
+        for name, parameter in parameter_names(chunk.module):
+            setattr(parameter, groups.LATE, late(name))
     mcore_adam.install()
     options = optimizer_config(config)
     if options.clip_grad <= 0.0:
@@ -43,7 +52,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         options,
         list(chunks),
-        config_overrides=groups.config_overrides(),
+        config_overrides=groups.config_overrides(chunks),
         use_gloo_process_groups=False,
         pg_collection=mesh,
     )

@@ -8,12 +8,18 @@ regularising it, and refactorings elsewhere have done so unnoticed, hence the ta
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from megatron.core.optimizer import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from torch import Tensor, nn
+
+# Updates of the run that a group's moments have not seen: of parameters that rested for a while. An
+# attribute of the parameter, and a key of its group.
+LATE = "late_updates"
 
 
 @dataclass(frozen=True)
@@ -35,12 +41,25 @@ def is_decayed(param: Tensor) -> bool:
     return param.dim() >= 2 and not getattr(param, "no_weight_decay", False)
 
 
-def config_overrides() -> dict[ParamKey, ParamGroupOverride]:
-    """The rule in the form that `get_megatron_optimizer` takes."""
-    key = ParamKey(
-        predicate=ParamPredicate(name="not_decayed", fn=lambda param: not is_decayed(param))
-    )
-    return {key: ParamGroupOverride(wd_mult=0.0)}
+def config_overrides(chunks: Sequence[nn.Module] = ()) -> dict[ParamKey, ParamGroupOverride]:
+    """The rule in the form that `get_megatron_optimizer` takes, and a group of its own for each
+    number of missed updates among the parameters of `chunks`."""
+    overrides = {
+        _key("not_decayed", lambda param: not is_decayed(param)): ParamGroupOverride(wd_mult=0.0)
+    }
+    counts = {getattr(param, LATE, 0) for chunk in chunks for param in chunk.parameters()}
+    for count in sorted(counts - {0}):
+        override: Any = {LATE: count}  # theirs names its own keys, and hands on any
+        overrides[_key(f"late_{count}", partial(_is_late, count=count))] = override
+    return overrides
+
+
+def _key(name: str, holds: Callable[[Tensor], bool]) -> ParamKey:
+    return ParamKey(predicate=ParamPredicate(name=name, fn=holds))
+
+
+def _is_late(param: Tensor, *, count: int) -> bool:
+    return getattr(param, LATE, 0) == count
 
 
 def parameter_groups(chunks: Sequence[nn.Module]) -> list[ParameterGroup]:

@@ -79,7 +79,7 @@ def memory_of(config: RunConfig, stage: Stage, *, number: int, world_size: int) 
     )
     workspace = 0 if config.run.device is Device.cpu else CUBLAS
     return Memory(
-        parameters=weights + stage.buffers,
+        parameters=weights + stage.frozen + stage.buffers,
         gradients=stage.parameters * GRADIENT,
         optimizer=optimizer,
         activations=activations + workspace,

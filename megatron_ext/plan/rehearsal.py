@@ -34,6 +34,7 @@ from megatron_ext.data.batches import padded_length
 from megatron_ext.layers.latent_moe import AnyNumberAlltoAll, LatentMoE
 from megatron_ext.layers.output_head import losses_of
 from megatron_ext.model.build import build_chunks
+from megatron_ext.model.freeze import mark
 from megatron_ext.ops import without_memory
 from megatron_ext.parallel.fake import fake_world, on_meta
 from megatron_ext.parallel.mcore_config import transformer_config
@@ -79,11 +80,12 @@ class Stage:
     """One rank of a pipeline stage.
 
     Attributes:
-        dense, experts: parameters as (elements, bytes an element) that are alike on the data
-            parallel ranks, and on the expert data parallel ranks.
+        dense, experts: trained parameters as (elements, bytes an element) that are alike on the
+            data parallel ranks, and on the expert data parallel ranks.
         buffers: bytes of state beside parameters.
         statistics: bytes that balancing sums over ranks once a step.
         chunks: of the rank, in the order of virtual stages.
+        frozen: bytes of parameters that are not trained.
     """
 
     dense: list[tuple[int, int]]
@@ -91,10 +93,11 @@ class Stage:
     buffers: int
     statistics: int
     chunks: list[Chunk]
+    frozen: int = 0
 
     @property
     def parameters(self) -> int:
-        """Number of elements on the rank."""
+        """Number of trained elements on the rank."""
         return sum(count for count, _ in (*self.dense, *self.experts))
 
 
@@ -120,6 +123,7 @@ def rehearse(config: RunConfig, vocab_size: int, *, stage: int, imbalance: float
         model_parallel_cuda_manual_seed(config.run.seed)
         tc = transformer_config(config)
         chunks = build_chunks(config, tc, groups, vocab_size=vocab_size)
+        mark(config, chunks)
         for moe in _modules(chunks, LatentMoE):
             moe.dispatcher = MeanLoad(moe, tc, groups, imbalance=imbalance)
         names = {
@@ -133,11 +137,13 @@ def rehearse(config: RunConfig, vocab_size: int, *, stage: int, imbalance: float
             tracker.ignore(*chunk.parameters(), *chunk.buffers())
         with _Fused(on_cpu=on_cpu), tracker:
             found = _Rehearsal(config, chunks, tracker, stage=stage).run()
-    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    everything = [p for chunk in chunks for p in chunk.parameters()]
+    parameters = [p for p in everything if p.requires_grad]
     routers = [module.balancer for module in _modules(chunks, nn.Module) if _is_router(module)]
     return Stage(
         dense=_sizes(p for p in parameters if getattr(p, "allreduce", True)),
         experts=_sizes(p for p in parameters if not getattr(p, "allreduce", True)),
+        frozen=sum(p.nbytes for p in everything if not p.requires_grad),
         buffers=sum(b.nbytes for chunk in chunks for b in chunk.buffers()),
         statistics=sum(x.nbytes for router in routers for x in router.statistics()),
         chunks=found,
@@ -274,7 +280,8 @@ class _Rehearsal:
         for chunk in self.chunks:
             for parameter in chunk.parameters():
                 # Gradients go to megatron-core's buffers as soon as they are made.
-                parameter.register_post_accumulate_grad_hook(_forget)
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_forget)
         gc.collect()
         gc.freeze()  # collecting what passes leave behind then takes no time
         try:
@@ -345,7 +352,10 @@ class _Rehearsal:
         # torch's public names run the engine without the function modes around them, which the
         # layers that are computed again need.
         run = torch.autograd.graph._engine_run_backward
-        run((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if loss.requires_grad:  # else all of the chunk is frozen, and so is what lies below it
+            run(
+                (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         del loss, gradient
         forward["message"] = None
         return {"peak": tracker.peak - others - forward["out"], "work": tracker.take_work()}

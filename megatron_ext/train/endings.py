@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.config.stages import TOKENS, stage_overrides
+from megatron_ext.parallel.mesh import fewest_ranks
 from megatron_ext.train.run_folder import Found
 from megatron_ext.train.state import TrainState
 
@@ -64,22 +66,35 @@ def ending_lines(state: TrainState, found: Found, evaluation: dict[str, float]) 
     name = f"run.dir={shlex.quote(_shown(found.folder))}"
     key, value = _length(state.config, 2 * (state.step - state.stage.first_step))
     again = ("run.dir=", "run.fresh=", "run.mode=", f"{key}=")
-    same = shlex.join(word for word in sys.argv[1:] if not word.startswith(again))
-    same = f"{_program(state.runtime.world_size)} {same + ' ' if same else ''}{name}"
+    words = shlex.join(word for word in sys.argv[1:] if not word.startswith(again))
+    same = f"{_program(state.runtime.world_size)} {words + ' ' if words else ''}{name}"
     stage = f" stage={state.stage.name}" if state.stage.name else ""
-    # Generation runs on one stage of a pipeline, whatever the training ran on.
-    parallel = state.config.parallel
-    one_stage = " parallel.pipeline=1" if parallel.pipeline > 1 else ""
-    one_stage += " parallel.virtual_pipeline=1" if parallel.virtual_pipeline > 1 else ""
-    one_stage += " parallel.stage_layers=null" if parallel.stage_layers is not None else ""
     return [
         "",
         f"done: {state.step} steps, {state.tokens} tokens, {_held_out(state, evaluation)}",
         f"metrics      {_shown(found.folder / 'metrics.jsonl')}",
         f"go on        {same} {key}={value}",
         f"evaluate     {same}{stage} run.mode=evaluate",
-        f"generate     {same}{stage}{one_stage} run.mode=generate generate.prompt='def '",
+        f"generate     {_generation(state, words)} {name}{stage} run.mode=generate "
+        "generate.prompt='def '",
     ]
+
+
+def _generation(state: TrainState, words: str) -> str:
+    """A command line on as few ranks as generation needs: without pipeline and context."""
+    config, stage = state.config, state.stage.name
+    parallel = replace(config.parallel, pipeline=1, virtual_pipeline=1, context=1)
+    own = {key for key, _ in stage_overrides(config, stage)} if stage else set()
+    changed = [
+        f"{f'curriculum.stages.{stage}.' if f'parallel.{key}' in own else ''}parallel.{key}={value}"
+        for key, value in (("pipeline", 1), ("virtual_pipeline", 1), ("context", 1))
+        if getattr(config.parallel, key) != value
+    ]
+    if parallel.stage_layers is not None:
+        parallel = replace(parallel, stage_layers=None)
+        where = f"curriculum.stages.{stage}." if "parallel.stage_layers" in own else ""
+        changed.append(f"{where}parallel.stage_layers=null")
+    return " ".join([_program(fewest_ranks(parallel)), *([words] if words else []), *changed])
 
 
 def _held_out(state: TrainState, evaluation: dict[str, float]) -> str:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_ext.checkpoint import paths
-from megatron_ext.checkpoint.load import load
 from megatron_ext.checkpoint.state import unwrap
 from megatron_ext.checkpoint.verify import first_sound
 from megatron_ext.config.operations import HealthAction
@@ -250,7 +249,7 @@ def go_back(state: TrainState, folder: Path, rewind: Rewind, *, done: int) -> st
             "(checkpoint.interval) or take resilience.nonfinite=skip"
         )
     balance.discard(state.chunks)
-    state.restore(load(path, state.chunks, state.optimizer, state.mesh, verified=True))
+    state.take_over(path, verified=True)
     state.windows.append((max(first, state.position), last))
     if dist.get_rank() == 0:
         paths.point(folder, path.name)

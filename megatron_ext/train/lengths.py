@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
+from megatron_ext.config.layout import probe_lengths
 from megatron_ext.data.batches import MicroBatch
 from megatron_ext.data.probe import context_probe, key_probe
+from megatron_ext.data.stream import DocumentId, TokenStream
 from megatron_ext.train.state import TrainState
 from megatron_ext.train.step import Waited, evaluating, run_schedule
 
@@ -26,10 +29,11 @@ def by_length(state: TrainState, *, beat: Callable[[], None] = lambda: None) -> 
         `eval/retrieval/<length>/<depth>`, the loss of a key that stands at a depth (`absent`:
         nowhere), and `eval/context/<length>/<seen>`, that of the end of a text of which the
         `whole` or the last `half` or `quarter` is seen; in nats a token, the same on every rank.
+        Of lengths that no held-out document has, there is nothing of the second kind.
     """
     values: dict[str, float] = {}
     stream, tokenizer = state.held_out_data, state.tokenizer
-    for length in state.config.evaluate.lengths:
+    for length in probe_lengths(state.config):
         for depth in (*DEPTHS, None):
             name = f"eval/retrieval/{length}/{'absent' if depth is None else depth}"
             share = None if depth is None else depth / 100
@@ -39,14 +43,21 @@ def by_length(state: TrainState, *, beat: Callable[[], None] = lambda: None) -> 
 
             beat()
             values[name] = _loss(state, key, length=length)
-        for what, seen in (("whole", length), ("half", length // 2), ("quarter", length // 4)):
-
-            def end(number: int, *, length: int = length, seen: int = seen) -> MicroBatch:
-                return context_probe(stream, number=number, length=length, seen=seen)
+        documents = stream.longer_than(length, count=PROBES)
+        shares = (("whole", length), ("half", length // 2), ("quarter", length // 4))
+        for what, seen in shares if documents else ():
+            end = partial(_end, stream, documents, length=length, seen=seen)
 
             beat()
             values[f"eval/context/{length}/{what}"] = _loss(state, end, length=seen)
     return values
+
+
+def _end(
+    stream: TokenStream, documents: list[DocumentId], number: int, *, length: int, seen: int
+) -> MicroBatch:
+    document = documents[number % len(documents)]
+    return context_probe(stream, document, length=length, seen=seen)
 
 
 def length_rows(values: dict[str, float]) -> list[str]:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_ext.checkpoint.load import load
-from megatron_ext.checkpoint.paths import read_extra
+from megatron_ext.checkpoint.history import History
+from megatron_ext.checkpoint.paths import RESERVED, read_extra
 from megatron_ext.checkpoint.save import Checkpointer
 from megatron_ext.config.compose import to_container
 from megatron_ext.config.layout import draw
@@ -73,7 +73,7 @@ def walk(config: RunConfig, runtime: Runtime, requests: Requests) -> int:
         name = found.stage.name
         own = found.stage.config(config, step=found.step, tokens=found.tokens)
         after = next_stage(config, name)
-        outcome = go_on(own, runtime, found, requests, following=after, mesh=mesh)
+        outcome = go_on(own, runtime, found, requests, whole=config, following=after, mesh=mesh)
         if outcome.reason != NEXT_STAGE:
             return outcome.code
         if not same_layout(config, name, after):
@@ -103,6 +103,7 @@ def go_on(
     found: Found,
     requests: Requests,
     *,
+    whole: RunConfig,
     following: str,
     mesh: ProcessGroupCollection | None,
 ) -> Outcome:
@@ -113,6 +114,7 @@ def go_on(
         runtime: the started process.
         found: in the run folder.
         requests: to stop or save.
+        whole: of the run with all its stages.
         following: name of the next stage; "" when this is the last.
         mesh: groups of this layout, if the process has made them.
     """
@@ -131,11 +133,20 @@ def go_on(
         requests.watch(found.folder)
     config.checkpoint.load = found.load
     try:
-        state = build_state(config, runtime, run_id=found.run_id, stage=found.stage, mesh=mesh)
+        state = build_state(
+            config,
+            runtime,
+            run_id=found.run_id,
+            stage=found.stage,
+            mesh=mesh,
+            before=trained_before(found),
+        )
         restored, rewinds = restore(state, found), 0
         while True:
             try:
-                code, reason = run(state, found, requests, restored=restored, following=following)
+                code, reason = run(
+                    state, found, requests, whole=whole, restored=restored, following=following
+                )
                 return Outcome(code, reason, state.mesh)
             except Rewind as rewind:
                 restored = go_back(state, found.folder / CHECKPOINTS, rewind, done=rewinds)
@@ -147,7 +158,13 @@ def go_on(
 
 
 def run(
-    state: TrainState, found: Found, requests: Requests, *, restored: str, following: str = ""
+    state: TrainState,
+    found: Found,
+    requests: Requests,
+    *,
+    whole: RunConfig,
+    restored: str,
+    following: str = "",
 ) -> tuple[int, str]:
     """One stretch of training, from the step that `state` is at to an ending: code and reason.
 
@@ -168,7 +185,8 @@ def run(
             found.folder,
             logging=config.logging,
             run_id=state.run_id,
-            config=to_container(config),
+            # Not the stage's own: the folder tells how to go on with the whole walk.
+            config=to_container(whole),
             resume_step=state.step,
             writer=writer,
             total_steps=config.train.steps,
@@ -194,6 +212,8 @@ def run(
             asynchronous=config.checkpoint.asynchronous,
             keep=config.checkpoint.keep,
             keep_every=config.checkpoint.keep_every,
+            trained=state.trained,
+            source=state.source,
         )
         try:
             ending = run_loop(state, metrics, checkpointer, requests=requests, watchdog=watchdog)
@@ -240,9 +260,7 @@ def restore(state: TrainState, found: Found) -> str:
         if not begins:
             changed = check_unchanged(saved["data"], state.train_data, allow=allow)
         go_on_with(saved["data"], state.train_data, other_blend=other)
-        state.restore(
-            load(found.checkpoint, state.chunks, state.optimizer, state.mesh, verified=True)
-        )
+        state.take_over(found.checkpoint, verified=True)
         check_schedule(state)
         note = f", on other data ({'; '.join(changed)})" if changed else ""
         note += schedule_note(state, saved)
@@ -253,6 +271,13 @@ def restore(state: TrainState, found: Found) -> str:
         state.step, state.tokens, state.first_evaluation = 0, 0, None
         return f"starts with the weights of {path}; steps, optimizer and data from the beginning"
     return f"starts anew with seed {state.config.run.seed}"
+
+
+def trained_before(found: Found) -> History | None:
+    """What was trained when, in the checkpoint to go on from."""
+    if found.checkpoint is None:
+        return None
+    return History.read(read_extra(found.checkpoint)[RESERVED])
 
 
 def check_schedule(state: TrainState) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +13,19 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_ext.checkpoint.history import History
+from megatron_ext.checkpoint.load import load
+from megatron_ext.config.curriculum import OnUnfreeze
+from megatron_ext.config.layout import probe_lengths
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.trainable import Trainable
 from megatron_ext.data.change import remember
 from megatron_ext.data.stream import TokenStream, open_corpus
 from megatron_ext.data.tokenizers import Tokenizer, load_tokenizer
 from megatron_ext.errors import ConfigError
 from megatron_ext.model import same
 from megatron_ext.model.build import build_chunks, choose_vocab_size
+from megatron_ext.model.freeze import freeze
 from megatron_ext.model.init import initialize
 from megatron_ext.ops.quantile import LayerLoad
 from megatron_ext.optim.build import build_optimizer
@@ -44,6 +51,8 @@ class TrainState:
         windows: stretches [first, last) of the data that are left out, after rewinds.
         left_out: tokens of those that lie behind; the next batch starts at `tokens + left_out`.
         stage: of the curriculum; `config` is its own.
+        trained: what was trained when; its last segment is what is trained now.
+        source: the checkpoint that this launch goes on from.
     """
 
     config: RunConfig
@@ -65,6 +74,8 @@ class TrainState:
     windows: list[tuple[int, int]] = field(default_factory=list)
     left_out: int = 0
     stage: Stage = WHOLE_RUN
+    trained: History = field(default_factory=History)
+    source: Path | None = None
 
     @property
     def sources(self) -> list[str]:
@@ -113,6 +124,27 @@ class TrainState:
             "stage": self.stage.extra(),
         }
 
+    def take_over(self, checkpoint: Path, *, verified: bool = False) -> None:
+        """Go on from a checkpoint of this run. Collective.
+
+        Args:
+            checkpoint: its folder.
+            verified: its files have been compared with their checksums just now.
+
+        Raises:
+            CheckpointError: see `checkpoint.load`.
+        """
+        extra = load(
+            checkpoint,
+            self.chunks,
+            self.optimizer,
+            self.mesh,
+            verified=verified,
+            trained=self.trained,
+        )
+        self.restore(extra)
+        self.source = checkpoint
+
     def restore(self, extra: dict[str, Any]) -> None:
         """Take over what `extra` wrote."""
         self.step, self.tokens = int(extra["step"]), int(extra["tokens"])
@@ -131,6 +163,7 @@ def build_state(
     run_id: str = "",
     stage: Stage = WHOLE_RUN,
     mesh: ProcessGroupCollection | None = None,
+    before: History | None = None,
 ) -> TrainState:
     """Create groups, open the data, build and initialise the model, and wrap it.
 
@@ -140,10 +173,11 @@ def build_state(
         run_id: identity of the run.
         stage: of the curriculum.
         mesh: the groups, where this process has them already.
+        before: what was trained when, in the checkpoint that is gone on from.
 
     Raises:
-        ConfigError: the layout does not fit the ranks, the vocabulary not the tokenizer, or a
-            length of evaluation not the data.
+        ConfigError: the layout does not fit the ranks, the vocabulary not the tokenizer, a length
+            of evaluation not the data, or what is to be trained not the model.
         DataError: a source cannot be read.
     """
     mesh = mesh or build_mesh(
@@ -155,22 +189,20 @@ def build_state(
         open_corpus(config.data, seed=config.run.seed, tokenizer=tokenizer, split=split)
         for split in ("train", "held_out")
     )
-    there = sum(held_out_data.tokens_per_epoch.values())
-    if max(config.evaluate.lengths, default=0) > there:
-        raise ConfigError(
-            f"evaluate.lengths: {max(config.evaluate.lengths)}: the text held out has {there} "
-            "tokens and would be seen twice (allowed up to that; or a larger data.held_out)"
-        )
+    check_probe_lengths(config, held_out_data)
     tc = transformer_config(config)
     chunks = build_chunks(config, tc, mesh, vocab_size=vocab_size)
     initialize(chunks, seed=config.run.seed)
+    freeze(config, chunks)
+    reset = config.curriculum.on_unfreeze is OnUnfreeze.reset
+    trained = (before or History()).then(Trainable.of(config.train), reset=reset)
     wrapped = [
         DistributedDataParallel(
             tc, ddp_config(config), chunk, disable_bucketing=number > 0, pg_collection=mesh
         )
         for number, chunk in enumerate(chunks)
     ]
-    optimizer = build_optimizer(config, wrapped, mesh)
+    optimizer = build_optimizer(config, wrapped, mesh, late=trained.late)
     connect(tc, wrapped, optimizer, mesh)
     return TrainState(
         config=config,
@@ -186,7 +218,23 @@ def build_state(
         run_id=run_id,
         health=Health(config.resilience),
         stage=stage,
+        trained=trained,
     )
+
+
+def check_probe_lengths(config: RunConfig, stream: TokenStream) -> None:
+    """Texts in which the evaluation by length hides keys must not say anything twice.
+
+    Raises:
+        ConfigError: a source would begin again within one.
+    """
+    longest, (source, there) = max(probe_lengths(config), default=0), stream.longest_without_repeat
+    if longest > there:
+        raise ConfigError(
+            f"evaluate.lengths: {longest}: in a text of more than {there} tokens what is held out "
+            f"of {source} would be seen twice (allowed up to that; or a larger data.held_out, a "
+            "smaller weight of that source, smaller evaluate.length_factors)"
+        )
 
 
 def connect(

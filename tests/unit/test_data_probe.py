@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.data.probe import DIGITS, context_probe, key_probe
-from megatron_ext.data.stream import TokenStream
+from megatron_ext.data.stream import DocumentId, TokenStream
 from megatron_ext.data.tokenizers import ByteTokenizer
 from tests.unit.test_data_stream import make
 
@@ -50,8 +50,26 @@ def test_a_length_without_room_is_refused() -> None:
 
 
 def test_the_end_of_a_text_is_the_same_however_much_is_seen() -> None:
-    whole, half = (context_probe(stream(), number=2, length=64, seen=n) for n in (64, 32))
+    document = DocumentId(0, 2)
+    whole, half = (context_probe(stream(), document, length=64, seen=n) for n in (64, 32))
     assert (whole.tokens.shape, half.tokens.shape) == ((1, 64), (1, 32))
     scored = [batch.labels[batch.loss_mask == 1].tolist() for batch in (whole, half)]
     assert scored[0] == scored[1]
     assert len(scored[0]) == 64 // 8
+    # Of one document, from its beginning.
+    text = stream().read_piece(0, 2, begin=0, end=65)
+    assert whole.tokens[0].tolist() == text[:-1].tolist()
+
+
+def test_context_is_measured_in_documents_that_are_long_enough() -> None:
+    blend = make([[900, 30, 500], [70, 64]], [1.0, 1.0])
+    assert blend.longer_than(64, count=8) == [(0, 0), (1, 0), (0, 2)]
+    assert blend.longer_than(64, count=2) == [(0, 0), (1, 0)]
+    assert blend.longer_than(900, count=8) == []
+
+
+def test_a_text_repeats_nothing_up_to_where_a_source_begins_anew() -> None:
+    blend = make([[900], [70, 30]], [3.0, 1.0])
+    # A quarter of the tokens is of the second source, which has 100.
+    assert blend.longest_without_repeat == ("s1", 400)
+    assert make([[900], [70, 30]], [1.0, 9.0]).longest_without_repeat == ("s1", 111)

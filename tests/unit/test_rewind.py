@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.checkpoint import paths
-from megatron_ext.train import incident
 from megatron_ext.train.curriculum import WHOLE_RUN
 from megatron_ext.train.incident import Rewind, go_back
 
@@ -34,7 +33,8 @@ def checkpoint(folder: Path, step: int, tokens: int) -> Path:
     return path
 
 
-def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, *, step: int, first: int) -> Path:
+def chosen(folder: Path, *, step: int, first: int) -> Path:
+    read: list[Path] = []
     state: Any = SimpleNamespace(
         config=SimpleNamespace(resilience=SimpleNamespace(max_rewinds=1)),
         stage=WHOLE_RUN,
@@ -44,36 +44,26 @@ def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, *, step: int, first: i
         step=step,
         position=0,
         windows=[],
-        restore=lambda extra: None,
+        take_over=lambda path, verified: read.append(path),
     )
-    read: list[Path] = []
-
-    def load(path: Path, *args: Any, **kwargs: Any) -> None:
-        read.append(path)
-
-    monkeypatch.setattr(incident, "load", load)
     go_back(state, folder, Rewind("bad", (first, first + 100)), done=0)
     assert paths.latest(folder) == read[0]
     return read[0]
 
 
-def test_the_newest_before_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_before_the_window(tmp_path: Path) -> None:
     made = {step: checkpoint(tmp_path, step, 100 * step) for step in (2, 4, 6)}
-    assert chosen(tmp_path, monkeypatch, step=7, first=450) == made[4]
+    assert chosen(tmp_path, step=7, first=450) == made[4]
 
 
-def test_none_that_an_earlier_rewind_left_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_none_that_an_earlier_rewind_left_ahead(tmp_path: Path) -> None:
     """The data left out since then moved the position on, so by position alone it would fit."""
     made = {step: checkpoint(tmp_path, step, 100 * step) for step in (2, 4, 8)}
-    assert chosen(tmp_path, monkeypatch, step=5, first=1000) == made[4]
+    assert chosen(tmp_path, step=5, first=1000) == made[4]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"token": 4, "checkpoint": {"step": 4}}'])
-def test_a_damaged_one_does_not_end_the_rewind(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_one_does_not_end_the_rewind(text: str, tmp_path: Path) -> None:
     made = {step: checkpoint(tmp_path, step, 100 * step) for step in (2, 4)}
     (made[4] / paths.EXTRA).write_text(text)
-    assert chosen(tmp_path, monkeypatch, step=7, first=500) == made[2]
+    assert chosen(tmp_path, step=7, first=500) == made[2]

@@ -104,7 +104,9 @@ def _origin(data: RunData) -> str:
 
 def _tiles(data: RunData) -> str:
     last = data.rows[-1]
-    total = data.config.get("train", {}).get("steps")
+    # Of a curriculum each stage has its own.
+    staged = data.config.get("curriculum", {}).get("stages")
+    total = None if staged else data.config.get("train", {}).get("steps")
     tiles = [
         ("state", _state(data)),
         ("step", f"{last['step']}/{total}" if total else str(last["step"])),
