@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_ext.config.overrides import Checked, check_overrides
 from megatron_ext.config.problem import Problem
 from megatron_ext.config.schema import AttentionResidualBackend, KdaBackend, Mode, RunConfig
+from megatron_ext.config.stage_groups import expand_groups
 from megatron_ext.config.stages import idle_keys, stage_problems
 from megatron_ext.errors import ConfigError
 
@@ -70,6 +71,7 @@ def compose(
     if config is None:
         raise ConfigError(checked.problems)
     assert isinstance(config, RunConfig)
+    checked.problems += expand_groups(config, config_dir)
     resolve_paths(config, cwd or Path.cwd())
     if callable(world_size):
         world_size = world_size(config)

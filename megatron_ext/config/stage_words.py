@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from megatron_ext.config.keys import suggest
 
 _SHORT, _STAGES = "stage", "curriculum.stages."
+GROUP = "group"  # the key of a section that names an option of its group
 
 
 def names_stage(override: Override) -> bool:
@@ -45,7 +46,13 @@ def stage_word(override: Override) -> str:
         # Quoted, since in stage=64 the number is a name.
         return "curriculum.stage=null" if value is None else f"curriculum.stage='{value}'"
     line = override.input_line or ""
-    return line if override.type is OverrideType.DEL else "++" + line.lstrip("+")
+    if override.type is OverrideType.DEL:
+        return line
+    key, (_, equals, value) = override.key_or_group, line.partition("=")
+    # `curriculum.stages.NAME.data=blend`: an option of a group, beside what the stage sets itself.
+    if key.count(".") == _STAGES.count(".") + 1 and isinstance(override.value(), str):
+        key += f".{GROUP}"
+    return f"++{key}{equals}{value}"
 
 
 def stages_of(file: Path) -> list[str]:

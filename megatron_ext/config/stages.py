@@ -16,7 +16,7 @@ from megatron_ext.config.keys import Key, suggest, table
 from megatron_ext.config.overrides import flatten, unknown, wrong_value
 from megatron_ext.config.problem import Problem
 from megatron_ext.config.schema import Mode, RunConfig
-from megatron_ext.config.validate import find_problems
+from megatron_ext.config.validate import find_problems, value_of
 
 # What may differ between stages; the model and the run stay the same.
 SECTIONS = ("parallel", "data", "train", "optim", "evaluate", "checkpoint", "logging", "resilience")
@@ -165,7 +165,10 @@ def _overrides(config: RunConfig, name: str) -> Iterator[Problem]:
                 text = f"{TOKENS}={value}: train.steps is given too, must be one of them"
         elif key not in keys:
             text = unknown(key, keys, [TOKENS])
-        elif key.split(".", 1)[0] not in SECTIONS or key in SHARED:
+        elif key.split(".", 1)[0] not in SECTIONS or (
+            # An option of a group may repeat what the run has.
+            key in SHARED and value != value_of(config, key)
+        ):
             allowed = f"{TOKENS} and keys of {', '.join(SECTIONS)} but {', '.join(SHARED)}"
             text = f"{key}: must be the same in all stages (allowed {allowed})"
         else:

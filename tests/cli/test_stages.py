@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.compose import compose, to_yaml
+from megatron_ext.config.layout import probe_lengths
 from megatron_ext.config.schema import Packing, Recompute
 from megatron_ext.config.stages import stage_config, stage_names
 from megatron_ext.errors import ConfigError
@@ -38,6 +39,44 @@ def test_a_stage_may_be_chosen_added_dropped_and_measured_in_tokens() -> None:
     config = compose([NANO, *words, "+curriculum.stages.stage_8k.data.sequence_length=512"])
     assert stage_names(config) == [*STAGES[:3], "stage_8k"]
     assert stage_config(config, "stage_8k", first_step=7).train.steps == 7 + 13  # rounded up
+
+
+def test_a_stage_may_choose_an_option_of_a_group() -> None:
+    stage = "curriculum.stages.stage_256"
+    config = compose(
+        [
+            NANO,
+            f"{stage}.data=blend",
+            f"{stage}.parallel=tp2",
+            f"{stage}.checkpoint={{group:end_only,keep:7}}",
+            "curriculum.stages.stage_1k.data=sample",  # which repeats the tokenizer of the run
+        ]
+    )
+    own = stage_config(config, "stage_256")
+    assert [source.name for source in own.data.sources] == ["web", "code", "books"]
+    # Beside what the stage sets itself, which is set over the option's keys.
+    assert (own.data.sequence_length, own.data.packing) == (256, Packing.best_fit)
+    assert own.parallel.tensor == 2
+    assert (own.checkpoint.interval, own.checkpoint.keep) == (0, 7)
+    assert stage_config(config, "stage_64").parallel.tensor == 1
+    assert "'group'" not in str(config.curriculum.stages)  # resolved, for `config.yaml`
+    with pytest.raises(ConfigError) as raised:
+        compose([NANO, f"{stage}.data=blendd", f"{stage}.train=long", f"{stage}.data.demo=true"])
+    text = str(raised.value)
+    for part in (
+        f"{stage}.data=blendd: no such option (allowed blend, demo, sample; did you mean blend?)",
+        f"{stage}.train=long: no such option (allowed none, since train has no options)",
+        f"{stage}.data.demo: must be the same in all stages",
+    ):
+        assert part in text, (part, text)
+
+
+def test_lengths_of_probes_follow_the_stage() -> None:
+    config = compose([NANO, "evaluate.lengths=[100,256]", "evaluate.length_factors=[1,4]"])
+    assert probe_lengths(stage_config(config, "stage_64")) == [64, 100, 256]
+    assert probe_lengths(stage_config(config, "stage_1k")) == [100, 256, 1024, 4096]
+    with pytest.raises(ConfigError, match=r"evaluate.length_factors: 0: must be at least 1"):
+        compose([NANO, "evaluate.length_factors=[0]"])
 
 
 def test_all_mistakes_of_all_stages_are_reported_at_once() -> None:
