@@ -32,7 +32,7 @@ from megatron_ext.config.schema import AttentionResidualBackend as Backend
 from megatron_ext.ops.attn_res import depth_mix, resolve_backend
 
 EPS = 1e-5
-BACKENDS = (Backend.reference, Backend.dense, Backend.fla)
+BACKENDS = (Backend.reference, Backend.dense, Backend.fla, Backend.triton)
 # One rounding to bfloat16's 8 bits is 2e-3; sums over tokens stay in float32.
 ALLOWED_ERROR = 1e-2
 

@@ -101,6 +101,7 @@ class AttentionResidualBackend(Enum):
     reference = "reference"
     dense = "dense"
     fla = "fla"
+    triton = "triton"  # our own kernel; was not timed on a GPU yet
 
 
 @dataclass

@@ -47,10 +47,11 @@ def _kernel(config: RunConfig) -> Iterator[Problem]:
             "run.deterministic=true does (nearest residual.backend=dense)",
             ("residual.require", "residual.backend", "run.deterministic"),
         )
-    if run.device is Device.cpu and options.backend is fla:
+    fused = (fla, AttentionResidualBackend.triton)
+    if run.device is Device.cpu and options.backend in fused:
         yield Problem(
-            "residual.backend=fla: needs a GPU, and run.device=cpu was given (allowed reference, "
-            "dense, auto; or run.device=auto)",
+            f"residual.backend={options.backend.name}: needs a GPU, and run.device=cpu was given "
+            "(allowed reference, dense, auto; or run.device=auto)",
             ("run.device", "residual.backend"),
         )
 

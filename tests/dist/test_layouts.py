@@ -41,6 +41,7 @@ ONE = (
     "one_shared",
     "one_shared_recompute_full",
     "one_shared_recompute_selective",
+    "one_everything",
 )
 TWO = (
     "tp2_sp",
@@ -111,6 +112,9 @@ FOUR = (
     "tp2_sp_pp2_block",
     "tp2_sp_pp2_shared",
 )
+# Saved in eight ranks, taken up again by four and by one.
+EIGHT = ("tp2_sp_cp2_pp2_vpp2_ep2_everything",)
+RESUMED = {"tp2_sp_dp2_ep2_everything_resumed": 4, "one_everything_resumed": 1}
 FAULTS = (
     "dp2:lost_expert_sum",
     "ep2:shared_twice",
@@ -142,19 +146,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launch(folder, ONE, ranks=1)
     launch(folder, (*TWO, *FAULTS), ranks=2)
     launch(folder, FOUR, ranks=4)
+    launch(folder, EIGHT, ranks=8)
+    for case, ranks in RESUMED.items():
+        launch(folder, [case], ranks=ranks)
     return folder
 
 
 def test_every_layout_equals_one_rank(
     folder: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    rows = {case: compare(folder, case) for case in (*ONE[1:], *TWO, *FOUR)}
+    rows = {case: compare(folder, case) for case in (*ONE[1:], *TWO, *FOUR, *EIGHT, *RESUMED)}
     record_property("table", table(rows))
     different = [case for case, row in rows.items() if not is_equal(row)]
     assert not different, "\n" + table({case: rows[case] for case in different})
 
 
-@pytest.mark.parametrize("case", [case for case in (*TWO, *FOUR) if "pp" in case])
+@pytest.mark.parametrize("case", [case for case in (*TWO, *FOUR, *EIGHT) if "pp" in case])
 def test_stages_send_the_bytes_that_a_plan_counts(folder: Path, case: str) -> None:
     ranks = read(folder, case)["sent"]
     assert all(sent for sent, _ in ranks), "nothing was measured"

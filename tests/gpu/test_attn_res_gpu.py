@@ -21,7 +21,7 @@ needs_fla = pytest.mark.skipif(
     importlib.util.find_spec("fla") is None, reason="needs the package fla-core"
 )
 EPS = 1e-5
-BACKENDS = [Backend.dense, pytest.param(Backend.fla, marks=needs_fla)]
+BACKENDS = [Backend.dense, Backend.triton, pytest.param(Backend.fla, marks=needs_fla)]
 # Of outputs and sources one rounding to 8 bits, at most 2^-9 of an element; fla's exponentials are
 # good to some 1e-6. The gradients of the vectors are float32 sums over tokens.
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float32: 1e-4}

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.config.schema import KernelBackend
 from megatron_ext.ops import expert_rows, gating, qkv_conv, situ
 
-KERNELS = ("expert_rows", "gating", "qkv_conv", "situ")
+KERNELS = ("attn_res", "expert_rows", "gating", "qkv_conv", "situ")
 if torch.cuda.is_available():  # importing them imports Triton
     for kernel in KERNELS:
         # By kernel: two files may use one name, and the second would hide the first.

@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megatron_ext.ops.attn_res import triton as attn_res
 from megatron_ext.ops.expert_rows import triton as expert_rows
 from megatron_ext.ops.gating import triton as gating
 from megatron_ext.ops.launch import launch_settings
@@ -31,7 +32,25 @@ K3 = {"HAS_SCALE": True, "BOUNDED_GATE": True, "BOUNDED_UP": True}
 ROWS = {"rows": "*bf16", "order": "*i64", "starts": "*i64"}
 GATE = {"d_weight": "*fp32", "eps": "fp32"}
 CONV = {"starts": "*i64", "weight": "*fp32", "d_weight": "*fp32", "halo": "i32", "part": "i32"}
+MIX = {
+    **dict.fromkeys(("sources", "d_sources"), ("*bf16",) * 9),
+    **dict.fromkeys(("query", "key", "norm", "scores", "inverses", "d_w", "d_norm"), "*fp32"),
+    "eps": "fp32",
+    "turns": "i32",
+}
 KERNELS = [
+    (
+        attn_res._depth_mix_forward,
+        attn_res._settings("depth_mix_forward", 7168),
+        {"N": 9, "NORM": True},
+        MIX,
+    ),
+    (
+        attn_res._depth_mix_backward,
+        attn_res._settings("depth_mix_backward", 7168),
+        {"N": 9, "PADDED": 16, "NORM": True},
+        MIX,
+    ),
     (situ._situ_forward, launch_settings("situ_forward", 3072), K3, SITU),
     (situ._situ_backward, launch_settings("situ_backward", 3072), K3, SITU),
     (expert_rows._expert_rows_sum, launch_settings("expert_rows", 3584), {}, ROWS),
@@ -71,7 +90,9 @@ def compile_kernel(kernel, settings, constants, types) -> str:
     for index, name in enumerate(names):
         kind = types.get(name) or ("i32" if INTEGERS.fullmatch(name) else "*bf16")
         signature[name] = "constexpr" if name in constants else kind
-        if signature[name] == "i32" or signature[name].startswith("*"):
+        if isinstance(kind, tuple):
+            attributes |= {(index, place): [["tt.divisibility", 16]] for place in range(len(kind))}
+        elif signature[name] == "i32" or signature[name].startswith("*"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         kernel,
@@ -79,7 +100,7 @@ def compile_kernel(kernel, settings, constants, types) -> str:
         {(names.index(n),): value for n, value in constants.items()},
         attributes,
     )
-    options = {n: v for n, v in settings.items() if n not in names}
+    options = {n: v for n, v in settings.items() if n == "num_warps"}
     compiled = triton.compile(source, target=HOPPER, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

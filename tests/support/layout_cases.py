@@ -45,6 +45,8 @@ MANY = [
     "model.experts.latent_size=16",
     "model.experts.feed_forward_size=8",
 ]
+# Both kinds of attention, experts and quantile balancing are in every case; here all else is, too.
+EVERYTHING = [*BLOCK, *AWKWARD, "train.recompute=full"]
 CASES: dict[str, list[str]] = {
     "one": [],
     "one_recompute_full": ["train.recompute=full"],
@@ -160,9 +162,64 @@ CASES: dict[str, list[str]] = {
     "one_many": MANY,
     "ep2_many": [*MANY, "parallel.expert=2"],
     "tp2_sp_pp2_shared": [*SHARED, "parallel.tensor=2", "parallel.pipeline=2"],
+    "one_everything": EVERYTHING,
+    "tp2_sp_cp2_pp2_vpp2_ep2_everything": [
+        *EVERYTHING,
+        "parallel.tensor=2",
+        "parallel.context=2",
+        "parallel.pipeline=2",
+        "parallel.virtual_pipeline=2",
+        "parallel.expert=2",
+    ],
+    "tp2_sp_dp2_ep2_everything_resumed": [*EVERYTHING, "parallel.tensor=2", "parallel.expert=2"],
+    "one_everything_resumed": EVERYTHING,
+}
+
+
+def _residual(size: int | None, *words: str) -> list[str]:
+    """Blocks of so many layers; None: every sublayer is a source."""
+    kind = "full" if size is None else f"block residual.block_size={size}"
+    # Six micro-batches: whole rounds of two and of three stages.
+    batch = ["train.batch_tokens=192", "train.micro_batch_size=1"]
+    return [*f"residual={kind}".split(), "residual.query_std=0.03", *batch, *words]
+
+
+def _stages(stages: int, interleaved: int = 1) -> list[str]:
+    return [f"parallel.pipeline={stages}", f"parallel.virtual_pipeline={interleaved}"]
+
+
+_RECOMPUTE = "train.recompute=full"
+# One pass in float64 each, without an update: of every kind of attention residuals.
+FLOAT64 = {
+    "float64_size1": _residual(1),
+    "float64_size2": _residual(2),
+    "float64_size4": _residual(4),
+    "float64_size12": _residual(12),
+    "float64_full": _residual(None),
+    "float64_full_recompute": _residual(None, _RECOMPUTE),
+    "float64_size4_pp2": _residual(4, *_stages(2)),
+    "float64_full_pp2": _residual(None, *_stages(2)),
+    "float64_size1_pp2_vpp2": _residual(1, *_stages(2, 2)),
+    "float64_size2_pp2_vpp3_recompute": _residual(2, *_stages(2, 3), _RECOMPUTE),
+    "float64_size4_pp2_vpp2": _residual(4, *_stages(2, 2)),
+    "float64_size4_pp2_vpp2_whole": _residual(4, *_stages(2, 2), "residual.cache_sources=false"),
+    "float64_size12_pp2_vpp2": _residual(12, *_stages(2, 2)),
+    "float64_full_pp2_vpp3_recompute": _residual(None, *_stages(2, 3), _RECOMPUTE),
+    "float64_full_tp2_sp": _residual(None, "parallel.tensor=2"),
+    "float64_full_cp2": _residual(None, "parallel.context=2"),
+    "float64_size1_pp3_recompute": _residual(1, *_stages(3), _RECOMPUTE),
+    "float64_size4_pp3_vpp2": _residual(4, *_stages(3, 2)),
+    "float64_full_pp3": _residual(None, *_stages(3)),
+    "float64_size1_pp4": _residual(1, *_stages(4)),
+    "float64_size4_pp4_recompute": _residual(4, *_stages(4), _RECOMPUTE),
+    "float64_size2_tp2_sp_pp2": _residual(2, *_stages(2), "parallel.tensor=2"),
+    "float64_size12_ep2_pp2_recompute": _residual(12, *_stages(2), "parallel.expert=2", _RECOMPUTE),
+    "float64_full_ep2_pp2": _residual(None, *_stages(2), "parallel.expert=2"),
 }
 # One-rank cases beside `one` that are other models, with checkpoints of their own.
-MODELS = ("one_block", "one_shared", "one_many")
+MODELS = ("one_block", "one_shared", "one_everything", "one_many")
+# The case that saves what cases named `..._resumed` go on from; all others resume from one rank.
+SPLIT = "tp2_sp_cp2_pp2_vpp2_ep2_everything"
 # These route by themselves: their arithmetic is that of one rank, bit for bit.
 FREE = (
     "one_recompute_full",
@@ -175,16 +232,30 @@ FREE = (
 )
 
 
+SPECIAL = (
+    "everything",
+    "block_padded",
+    "isolated",
+    "gated",
+    "padded",
+    "awkward",
+    "block",
+    "shared",
+    "many",
+)
+
+
 def truth_of(case: str) -> str:
     """The case on one rank with which a case is compared, seeded fault (`case:fault`) or not."""
     case = case.partition(":")[0]
-    special = ("block_padded", "isolated", "gated", "padded", "awkward", "block", "shared", "many")
-    for part in special:
-        if part in case:
-            return f"one_{part}"
+    for special in SPECIAL:
+        if special in case:
+            return f"one_{special}"
     return "one"
 
 
 def model_of(name: str) -> str:
-    """The one-rank case whose checkpoint is of the same model."""
+    """The case whose checkpoint a case resumes from: of the same model."""
+    if name.endswith("_resumed"):
+        return SPLIT
     return next((model for model in MODELS if model.removeprefix("one_") in name), "one")

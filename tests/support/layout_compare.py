@@ -81,7 +81,7 @@ def health_distance(
         return 0.0
     # Parts of a sequence have tiles of their own; a padded one has no state without the padding.
     split = {"tile_decay"} if "cp" in case else set()
-    split |= {"state_norm"} if re.search("padded|awkward", case) else set()
+    split |= {"state_norm"} if re.search("padded|awkward|everything", case) else set()
     if ours.keys() != truth.keys():
         return math.inf
     distances = [0.0]

@@ -21,6 +21,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,36 @@ from megatron_ext.checkpoint.load import load
 from megatron_ext.checkpoint.save import Checkpointer
 from megatron_ext.checkpoint.state import unwrap
 from megatron_ext.config.compose import compose
+from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import MicroBatch
 from megatron_ext.model.init import named_shards
 from megatron_ext.parallel import runtime
 from megatron_ext.plan.hops import sent_by
 from megatron_ext.train import share
+from megatron_ext.train import state as build
 from megatron_ext.train.depth_health import DepthWatch
 from megatron_ext.train.evaluate import held_out_loss
 from megatron_ext.train.health import HealthWatch
 from megatron_ext.train.state import TrainState, build_state, gather_parameters
-from megatron_ext.train.step import micro_batch_count, train_step
+from megatron_ext.train.step import (
+    Waited,
+    micro_batch_count,
+    next_batches,
+    run_schedule,
+    train_step,
+)
 from tests.support.faults import FAULTS
-from tests.support.layout_cases import CASES, COMMON, FREE, MODELS, STEPS, model_of, truth_of
+from tests.support.layout_cases import (
+    CASES,
+    COMMON,
+    FLOAT64,
+    FREE,
+    MODELS,
+    SPLIT,
+    STEPS,
+    model_of,
+    truth_of,
+)
 from tests.support.routing import PAD, Replay
 
 # NCCL refuses two ranks on one GPU of one host: each claims a host of its own.
@@ -66,7 +85,9 @@ def main() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        started = {fork_rank(folder, case, extra, rank, ranks, port) for rank in range(ranks)}
+        words = (CASES | FLOAT64)[case.partition(":")[0]]
+        config = compose([*COMMON, *words, *extra], world_size=ranks)
+        started = {fork_rank(folder, case, config, rank, ranks, port) for rank in range(ranks)}
         while started:
             pid, status = os.wait()
             started.discard(pid)
@@ -76,7 +97,7 @@ def main() -> None:
                 sys.exit(f"{case}: a rank failed")
 
 
-def fork_rank(folder: Path, case: str, extra: list[str], rank: int, ranks: int, port: int) -> int:
+def fork_rank(folder: Path, case: str, config: RunConfig, rank: int, ranks: int, port: int) -> int:
     """Start one rank of a case; returns its process. An error ends that as it ends any program."""
     if pid := os.fork():
         return pid
@@ -86,23 +107,26 @@ def fork_rank(folder: Path, case: str, extra: list[str], rank: int, ranks: int, 
         os.environ |= {name: str(value) for name, value in place.items()}
         if 0 < torch.cuda.device_count() < ranks:
             os.environ |= {**SHARED_GPU, "NCCL_HOSTID": f"rank-{rank}"}
-    run_rank(folder, case, extra)
+    run_rank(folder, case, config)
     sys.exit(0)
 
 
-def run_rank(folder: Path, case: str, extra: list[str]) -> None:
+def run_rank(folder: Path, case: str, config: RunConfig) -> None:
     """One case, from the start of torch.distributed to its end."""
-    place = runtime.start(compose([*COMMON, *extra]).run)
+    place = runtime.start(config.run)
     name, _, fault = case.partition(":")
-    config = compose([*COMMON, *CASES[name], *extra], world_size=place.world_size)
     if fault:
         FAULTS[fault].before()
     if "appended" in name:
         append_padding()
+    if name in FLOAT64:
+        compute_in_float64()
     state = build_state(config, place)
     if fault:
         FAULTS[fault].after(state)
-    record = run_case(state, folder, name=name, resume=not fault)
+    record = (
+        one_pass(state) if name in FLOAT64 else run_case(state, folder, name=name, resume=not fault)
+    )
     if place.rank == 0:
         torch.save(record, folder / f"{case.replace(':', '_')}.pt")
     runtime.stop()
@@ -127,8 +151,8 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
 
     state.optimizer.prepare_grads = prepare_and_keep_gradient
     for number in range(STEPS):
-        if name in ("one", *MODELS) and number == STEPS - 1:
-            save_here(state, folder / model_of(name))
+        if name in ("one", *MODELS, SPLIT) and number == STEPS - 1:
+            save_here(state, folder / name)
         if number == 0:
             watch = HealthWatch(state)
             depth_watch = DepthWatch(state)
@@ -164,6 +188,42 @@ def run_case(state: TrainState, folder: Path, *, name: str, resume: bool) -> dic
         record["resumed_update"] = difference(whole(state, main_weight), begin)
     replay.close()
     return record
+
+
+def compute_in_float64() -> None:
+    """Everything in float64, gradients and their sums over ranks included."""
+    real_config, real_ddp, real_chunks = (
+        build.transformer_config,
+        build.ddp_config,
+        build.build_chunks,
+    )
+
+    def config_of(config: RunConfig) -> Any:
+        tc = real_config(config)
+        tc.params_dtype = tc.pipeline_dtype = tc.autocast_dtype = torch.float64
+        config.residual.fp32 = False  # wider already
+        return tc
+
+    def chunks_of(*args: Any, **kwargs: Any) -> Any:
+        chunks = real_chunks(*args, **kwargs)
+        for chunk in chunks:
+            for param in chunk.parameters():  # those of float32 in any model
+                param.data = param.data.double()
+        return chunks
+
+    build.transformer_config, build.build_chunks = config_of, chunks_of
+    # Then gradients have the type of their parameters.
+    build.ddp_config = lambda config: replace(real_ddp(config), grad_reduce_in_fp32=False)
+
+
+def one_pass(state: TrainState) -> dict[str, Any]:
+    """Loss and gradients of the first batch."""
+    for chunk in state.chunks:
+        chunk.zero_grad_buffer()
+    feeds = [Waited(next_batches(state)) for _ in state.chunks]
+    losses = run_schedule(state, feeds, micro_batch_count(state), forward_only=False)
+    gradient = whole(state, lambda param: param.main_grad, dtype=torch.float64)
+    return {"loss": losses.mean, "gradient": gradient}
 
 
 @contextmanager
@@ -234,7 +294,9 @@ def main_weight(param: Tensor) -> Tensor:
     return param.detach()
 
 
-def whole(state: TrainState, value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+def whole(
+    state: TrainState, value: Callable[[Any], Tensor], *, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Tensors by logical name, put together from all ranks on rank 0 (elsewhere empty).
 
     A tensor of which two ranks hold different bits of the same piece is filled with NaN: replicas
@@ -244,7 +306,12 @@ def whole(state: TrainState, value: Callable[[Any], Tensor]) -> dict[str, Tensor
     pieces = []
     for chunk in state.chunks:
         for param, shard in named_shards(unwrap(chunk)):
-            data = value(param).detach().float().cpu().clone().reshape(shard.local_shape)
+            data = (
+                value(param)
+                .detach()
+                .to(device="cpu", dtype=dtype, copy=True)
+                .reshape(shard.local_shape)
+            )
             pieces.append((shard.key, shard.global_shape, shard.global_offset, data))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(pieces, gathered if dist.get_rank() == 0 else None)
@@ -257,7 +324,7 @@ def whole(state: TrainState, value: Callable[[Any], Tensor]) -> dict[str, Tensor
                 differ.add(key)
             continue
         seen[key, offset] = data
-        target = tensors.setdefault(key, torch.full(shape, float("nan")))
+        target = tensors.setdefault(key, torch.full(shape, float("nan"), dtype=dtype))
         place = tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))
         target[place] = data
     for key in differ:

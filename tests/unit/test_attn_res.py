@@ -146,8 +146,10 @@ def test_wrong_inputs_are_named() -> None:
 
 def test_a_required_backend_that_cannot_run_is_refused() -> None:
     sources, (query, key_weight) = inputs(2)
-    with pytest.raises(ConfigError, match=r"residual\.backend: given fla with require on cpu"):
-        depth_mix(sources, query, key_weight, eps=EPS, backend=Backend.fla, require=True)
+    for backend in (Backend.fla, Backend.triton):
+        wrong = rf"residual\.backend: given {backend.name} with require on cpu"
+        with pytest.raises(ConfigError, match=wrong):
+            depth_mix(sources, query, key_weight, eps=EPS, backend=backend, require=True)
     # Without it the fallback runs, and auto asks for nothing on a CPU.
     depth_mix(sources, query, key_weight, eps=EPS, backend=Backend.fla)
     depth_mix(sources, query, key_weight, eps=EPS, backend=Backend.auto, require=True)

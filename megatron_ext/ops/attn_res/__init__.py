@@ -9,9 +9,11 @@ from torch import Tensor
 
 from megatron_ext.config.schema import AttentionResidualBackend as Backend
 from megatron_ext.errors import ConfigError
+from megatron_ext.ops import without_memory
 from megatron_ext.ops.attn_res import fla
 from megatron_ext.ops.attn_res.dense import depth_mix_dense, depth_weights
 from megatron_ext.ops.attn_res.reference import depth_mix_reference, depth_weights_reference
+from megatron_ext.ops.backend import triton_misfit
 
 __all__ = [
     "depth_mix",
@@ -22,15 +24,23 @@ __all__ = [
 ]
 
 
+# Our kernel holds a row in registers, and takes a token's sources as arguments.
+TRITON_WIDTH, TRITON_SOURCES = 8192, 16
+
+
 def resolve_backend(
-    backend: Backend, device: torch.device, *, dtype: torch.dtype, width: int
+    backend: Backend, device: torch.device, *, dtype: torch.dtype, width: int, count: int = 1
 ) -> Backend:
-    """The backend that will run for sources [..., width]; never ``auto``.
+    """The backend that will run for `count` sources [..., width]; never ``auto``.
 
     What is asked for where it can run, else ``dense``; ``auto`` is fla where it can, else dense.
     """
     if backend in (Backend.reference, Backend.dense):
         return backend
+    if backend is Backend.triton:
+        usable = width <= TRITON_WIDTH and count <= TRITON_SOURCES
+        usable &= device.type == "meta" or triton_misfit(device, dtype) is None
+        return Backend.triton if usable else Backend.dense
     usable = fla.available(device) and fla.fits(dtype, width)
     return Backend.fla if usable else Backend.dense
 
@@ -71,17 +81,31 @@ def depth_mix(
     """
     _check(sources, query, key_weight, norm_weight)
     first = sources[0]
-    chosen = resolve_backend(backend, first.device, dtype=first.dtype, width=first.shape[-1])
+    chosen = resolve_backend(
+        backend, first.device, dtype=first.dtype, width=first.shape[-1], count=len(sources)
+    )
     _check_fallback(backend, chosen, first, require=require)
-    run = {
-        Backend.reference: depth_mix_reference,
-        Backend.dense: depth_mix_dense,
-        Backend.fla: fla.depth_mix_fla,
-    }[chosen]
+    if chosen is Backend.triton and first.device.type == "meta":
+        return without_memory.depth_mix(sources, query, key_weight, norm_weight)
+    if chosen is Backend.triton:
+        from megatron_ext.ops.attn_res.triton import depth_mix_triton as run
+    else:
+        run = {
+            Backend.reference: depth_mix_reference,
+            Backend.dense: depth_mix_dense,
+            Backend.fla: fla.depth_mix_fla,
+        }[chosen]
     return run(sources, query, key_weight, eps=eps, norm_weight=norm_weight)
 
 
 def _check_fallback(backend: Backend, chosen: Backend, source: Tensor, *, require: bool) -> None:
+    if require and backend is Backend.triton and chosen is not backend:
+        raise ConfigError(
+            f"residual.backend: given triton with require on {source.device}, {source.dtype}, "
+            f"width {source.shape[-1]}; it cannot run there (it needs a CUDA device of compute "
+            f"capability 8.0, Triton, 16 or 32 bits, a width <= {TRITON_WIDTH} and at most "
+            f"{TRITON_SOURCES} sources); use dense, or residual.require=false"
+        )
     wanted = source.is_cuda if backend is Backend.auto else backend is Backend.fla
     if require and wanted and chosen is not Backend.fla:
         raise ConfigError(
