@@ -6,9 +6,11 @@ import argparse
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {"set": "weak", "only": "", "ranks": None}
@@ -90,6 +92,28 @@ def test_a_layout_comes_with_the_one_that_it_is_measured_by(load: Any) -> None:
     options = argparse.Namespace(**(OPTIONS | {"only": "ep8 balanced"}))
     names = [layout.name for layout in load("scaling").checked(options, [], 8)]
     assert names == ["one balanced", "ep8 balanced"]
+
+
+def test_even_routing_is_the_same_in_every_layout(load: Any) -> None:
+    hook = load("support.scaling_rank").EvenRoute(micro_batch_size=2)
+    length, experts, k = 24, 8, 2  # the parts of four ranks do not end with a round of experts
+
+    def maps(ranks: int) -> torch.Tensor:
+        """Of ranks that share two sequences out; tokens by place, then by sequence."""
+        parts = []
+        for rank in range(ranks):
+            router = SimpleNamespace(
+                sharing=SimpleNamespace(rank=lambda rank=rank: rank),
+                balancer=SimpleNamespace(top_k=k),
+            )
+            parts.append(hook(router, torch.zeros(2 * length // ranks, experts), None))
+        return torch.cat(parts)
+
+    whole = maps(1)
+    assert torch.equal(whole, maps(4))
+    assert torch.equal(whole[::2], whole[1::2])  # both sequences
+    assert whole.sum(1).tolist() == [k] * 2 * length
+    assert whole.sum(0).tolist() == [2 * length * k // experts] * experts
 
 
 def test_more_ranks_than_gpus_are_allowed_when_asked_for(load: Any) -> None:
