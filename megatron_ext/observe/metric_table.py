@@ -258,6 +258,17 @@ METRICS: tuple[Metric, ...] = (
     *ATTENTION_METRICS,
     *RESIDUAL_METRICS,
     Metric("eval/loss", "nats", "Mean cross-entropy of the held-out tokens, after the update"),
+    Metric(
+        "eval/apart/loss",
+        "nats",
+        "Of a curriculum's stage that lets documents see each other: eval/loss with each alone",
+    ),
+    Metric(
+        "eval/before/loss",
+        "nats",
+        "In the first row of a run or stage: eval/loss before its first step, in its own length",
+    ),
+    Metric("eval/before/apart/loss", "nats", "As eval/before/loss, of eval/apart/loss"),
     Metric("eval/loss/<source>", "nats", "As eval/loss, over one data source"),
     Metric("eval/loss/position/<start>", "nats", "As loss/position/<start>, over eval/tokens"),
     Metric(

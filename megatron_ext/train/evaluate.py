@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_ext.checkpoint.weights import load_weights
@@ -54,6 +56,22 @@ def held_out_loss(state: TrainState) -> dict[str, float]:
         **losses.by_source(state.sources, prefix="eval/"),
         **losses.by_position(prefix="eval/"),
     }
+
+
+def apart(state: TrainState) -> dict[str, float]:
+    """The held-out loss when every document is seen alone, where a stage packs them otherwise.
+
+    Returns:
+        `eval/apart/loss`; nothing without a curriculum, and where documents are isolated anyway.
+    """
+    data = state.config.data
+    if not state.stage.name or data.isolate_documents:
+        return {}
+    stream = copy(state.held_out_data)
+    stream.isolate_documents = True
+    config = replace(state.config, data=replace(data, isolate_documents=True))
+    losses = held_out_loss(replace(state, config=config, held_out_data=stream))
+    return {"eval/apart/loss": losses["eval/loss"]}
 
 
 def restore_weights(state: TrainState) -> Path:

@@ -16,7 +16,7 @@ from megatron_ext.resilience.referee import Decision, Referee
 from megatron_ext.resilience.requests import SAVE, STOP, Requests, stop_reason
 from megatron_ext.resilience.watchdog import Watchdog
 from megatron_ext.train.depth_health import DepthWatch
-from megatron_ext.train.evaluate import held_out_loss
+from megatron_ext.train.evaluate import apart, held_out_loss
 from megatron_ext.train.health import HealthWatch
 from megatron_ext.train.incident import Unsound, raise_for
 from megatron_ext.train.lengths import by_length
@@ -60,9 +60,16 @@ def run_loop(
     referee = Referee(state.health, requests, device=state.runtime.device)
     cost = _cost(state)
     watchdog.beat(state.step, "evaluation before training")
+    begun: dict[str, float] = {}
     if state.step == state.stage.first_step:
-        before = metrics.evaluation(state.step, state.tokens, held_out_loss(state))
+        found = held_out_loss(state) | apart(state)
+        before = metrics.evaluation(state.step, state.tokens, found)
         state.first_evaluation = before["eval/loss"]
+        begun = {
+            name.replace("eval/", "eval/before/"): before[name]
+            for name in ("eval/loss", "eval/apart/loss")
+            if name in before
+        }
     request = referee.between_steps()
     stalled = 0.0
     watch, depth_watch = HealthWatch(state), DepthWatch(state)
@@ -79,7 +86,8 @@ def run_loop(
         health = watch.end() if measured else []
         depth = depth_watch.end() if measured else []
         request = decision.request
-        values |= cost(values) | _incidents(state)
+        values |= cost(values) | _incidents(state) | begun
+        begun = {}
         values["checkpoint/stall_seconds"] = stalled
         last = state.step == config.train.steps
         every = config.evaluate.interval_tokens
@@ -87,6 +95,7 @@ def run_loop(
             watchdog.beat(state.step, "evaluation")
             found = held_out_loss(state)
             if last:
+                found |= apart(state)
                 found |= by_length(
                     state, beat=lambda: watchdog.beat(state.step, "evaluation by length")
                 )

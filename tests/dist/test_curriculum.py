@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.dist.test_resume import TINY, reproducible_rows, row_count, rows, tensors_of
 from tests.support.runs import QUIET, ROOT, Launcher, Run
@@ -81,8 +82,20 @@ def test_one_process_walks_all_stages(uninterrupted: Path) -> None:
     assert [row["lr"] for row in found] == pytest.approx(expected)
     assert found[-1]["loss"] < found[0]["loss"]
     assert ending(uninterrupted) == {"code": 0, "reason": "all steps are done", "step": 8}
+    # The held-out loss before each stage, also with every document alone, and after it.
+    before = [row["step"] for row in found if "eval/before/loss" in row]
+    assert (
+        before == [row["step"] for row in found if "eval/before/apart/loss" in row] == [1, 3, 5, 7]
+    )
+    assert [row["step"] for row in found if "eval/apart/loss" in row] == [2, 4, 6, 8]
+    assert found[-1]["eval/apart/loss"] != found[-1]["eval/loss"]
     text = uninterrupted.with_suffix(".out").read_text()
     assert text.count("with its own schedule") == 3
+    # Of the whole walk, not of the stage that came last.
+    saved = yaml.safe_load((uninterrupted / "config.yaml").read_text())
+    assert saved["curriculum"]["stage"] is None
+    assert tuple(saved["curriculum"]["stages"]) == STAGES
+    assert saved["data"]["sequence_length"] != 1024
 
 
 def test_a_walk_killed_at_random_is_the_uninterrupted_one(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.data import TokenStream
+from megatron_ext.data.change import go_on_with, remember
+from megatron_ext.errors import DataError
 from tests.unit.test_data_stream import make
 
 LENGTHS = ([5, 17, 3, 9], [40, 1, 8], [12, 12])
@@ -79,3 +82,10 @@ def test_documents_keep_their_bounds_across_a_take_over() -> None:
     assert cuts.tolist() == np.cumsum(pieces.length)[:-1].tolist()
     # The rest of a document that the blend before had begun starts inside it.
     assert pieces.begin.max() > 0
+
+
+def test_another_blend_needs_to_know_where_each_source_stands() -> None:
+    old = {key: value for key, value in remember(blend({0: 1.0})).items() if key != "position"}
+    with pytest.raises(DataError, match="did not note where each source stands"):
+        go_on_with(old, blend({0: 1.0, 1: 1.0}), other_blend=True)
+    go_on_with(old, blend({0: 1.0}), other_blend=False)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -387,3 +388,14 @@ def test_thinning_keeps_the_mean_or_the_worst_and_the_last_step() -> None:
     assert thin(x, y, worst=True, points=100)[1].max() == 9.0
     assert thin(x, y, points=1000)[1] is y
     assert np.allclose(running_mean(np.array([1.0, 2.0, 6.0]), 1), [1.5, 3.0, 4.0])
+
+
+def test_stages_and_lengths_are_drawn_where_they_were_measured(run: Path) -> None:
+    plain = read_run(run)
+    assert not {"switches", "retrieval"} & {plot.key for plot in plots.sections(plain)[0][1]}
+    before = {"eval/before/loss": 3.0, "eval/before/apart/loss": 3.5}
+    found = {f"eval/retrieval/{n}/{depth}": 2.0 for n in (64, 256, 1024, 4096) for depth in (0, 50)}
+    rows = [plain.rows[0] | before, *plain.rows[1:-1], plain.rows[-1] | found]
+    drawn = {plot.key: plot for plot in plots.sections(replace(plain, rows=rows))[0][1]}
+    assert drawn["switches"].points >= 2 + len(rows)  # and the violation of every step
+    assert drawn["retrieval"].points == 2 * 3  # the longest three lengths

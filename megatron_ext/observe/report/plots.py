@@ -10,6 +10,7 @@ from megatron_ext.observe.report.depth_plots import depth_sections
 from megatron_ext.observe.report.layer_plots import layers_over_time
 from megatron_ext.observe.report.lines import COLOURS, Line, Panel, Plot, draw_lines
 from megatron_ext.observe.report.run_data import RunData
+from megatron_ext.observe.report.stage_plots import by_length, switches
 from megatron_ext.observe.report.svg import style, to_svg
 
 NO_EXPERTS = "No layer of this run is a mixture of experts."
@@ -23,7 +24,17 @@ NO_PREDICTION = "The balancing rule of this run predicts no loads, or has done o
 def sections(data: RunData) -> list[tuple[str, list[Plot]]]:
     """Headings with their plots; a plot without data says why."""
     return [
-        ("Training", [loss(data), sources(data), optimizer(data), throughput(data)]),
+        (
+            "Training",
+            [
+                loss(data),
+                sources(data),
+                optimizer(data),
+                throughput(data),
+                *([switches(data)] if data.has("eval/before/loss") else []),
+                *([by_length(data)] if data.has_any("eval/retrieval/") else []),
+            ],
+        ),
         (
             "Experts",
             [

@@ -61,6 +61,10 @@ class RunData:
         """Whether any row has a finite value of a metric."""
         return len(self.column(name)[0]) > 0
 
+    def has_any(self, prefix: str) -> bool:
+        """Whether any row has a metric whose name begins so."""
+        return any(name.startswith(prefix) for row in self.rows for name in row)
+
     def last(self, name: str) -> float | None:
         """The newest finite value of a metric."""
         _, values = self.column(name)
