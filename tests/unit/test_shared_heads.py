@@ -11,16 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ext.config.compose import compose
-from megatron_ext.config.schema import RunConfig
 from megatron_ext.layers.shared_heads import HeadShare
-from megatron_ext.model.build import build_chunks
 from megatron_ext.model.count import count_parameters
-from megatron_ext.model.init import initialize
 from megatron_ext.ops.scaled_sum import scaled_sum, scaled_sum_reference
 from megatron_ext.optim.groups import parameter_groups
-from megatron_ext.parallel.mcore_config import transformer_config
-from tests.support.one_rank import draw, one_rank
-from tests.unit.test_layers_attn_res import SMALL
+from tests.support.one_rank import one_rank
+from tests.support.small_model import SMALL, build, loss, tokens
 
 FEATURES = 16  # two heads of 8 in both kinds of attention
 TOKENS = (2, 10)
@@ -30,26 +26,6 @@ TOKENS = (2, 10)
 def groups() -> Iterator[Any]:
     with one_rank() as collection:
         yield collection
-
-
-def build(
-    groups: Any, *overrides: str, dtype: torch.dtype = torch.float64, random: bool = True
-) -> tuple[Any, RunConfig]:
-    config = compose([*SMALL, *overrides])
-    tc = transformer_config(config)
-    tc.params_dtype = dtype
-    (model,) = build_chunks(config, tc, groups, vocab_size=128)
-    draw(model) if random else initialize([model], seed=1)
-    return model, config
-
-
-def tokens() -> Tensor:
-    return torch.randint(128, TOKENS, generator=torch.Generator().manual_seed(0))
-
-
-def loss(model: Any) -> Tensor:
-    logits = model(input_ids=tokens(), position_ids=None, attention_mask=None)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten())
 
 
 def test_the_sum_is_its_formula_and_its_gradients_are_finite_differences() -> None:
