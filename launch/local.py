@@ -118,10 +118,11 @@ class Launcher:
         environment = rank_environment(os.environ, launch=self._launch)
         for number in SIGNALS:
             signal.signal(number, self._note)
+        if first:
+            # Of an earlier launch; the run removes it too, but may not come so far. Not before a
+            # restart: the launchers of other hosts may not have read yet how this start ended.
+            (self._folder / EXIT).unlink(missing_ok=True)
         while True:
-            if first:
-                # Of an earlier launch; the run removes it too, but may not come so far.
-                (self._folder / EXIT).unlink(missing_ok=True)
             self._child = Child(self._command, environment, alone=alone)
             code = self._child.wait(stop_seconds=options.stop_seconds)
             if self._config.run.mode is not Mode.train:

@@ -23,6 +23,8 @@ class MegatronExtError(Exception):
     exit_code: int = 1
     #: Run folder in which `exit.json` is to be left; None when the run has left one, or has none.
     run_dir: str | None = None
+    #: The ranks of a host have all met it in the same way: the first of them tells it.
+    shared: bool = False
 
 
 class ConfigError(MegatronExtError):

@@ -40,9 +40,8 @@ def step_folders(folder: Path) -> dict[int, Path]:
     """The complete checkpoints in `folder`, by step, ascending."""
     found = {}
     for path in folder.glob("step_*"):
-        match = re.fullmatch(r"step_(\d{8,})", path.name)
-        if match and is_complete(path):
-            found[int(match[1])] = path
+        if _step(path) >= 0 and is_complete(path):
+            found[_step(path)] = path
     return dict(sorted(found.items()))
 
 
@@ -90,7 +89,7 @@ def candidates(folder: Path) -> list[Path]:
         CheckpointError: `latest` names no checkpoint in `folder`.
     """
     pointer = folder / LATEST
-    there = sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", p.name))
+    there = sorted((p for p in folder.glob("step_*") if _step(p) >= 0), key=_step)
     if pointer.is_file():
         named = [path for path in there if path.name == pointer.read_text().strip()]
         first = named[0] if named else latest(folder)
@@ -115,7 +114,9 @@ def set_aside(damaged: Sequence[Path], *, instead: Path) -> None:
 
 
 def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+    """Steps are compared as numbers: from 10**8 on names have nine digits. -1: no name of one."""
+    match = re.fullmatch(r"step_(\d{8,})", path.name)
+    return int(match[1]) if match else -1
 
 
 def find(run_folder: Path, *, chosen: str | None) -> Path:
@@ -225,7 +226,7 @@ def prune(folder: Path, *, keep: int, keep_every: int) -> list[Path]:
     if keep <= 0 or current is None:
         return []
     folders = step_folders(folder)
-    steps = [step for step, path in folders.items() if path.name <= current.name]
+    steps = [step for step, path in folders.items() if step <= _step(current)]
     whole = [step for step in steps if checksums.looks_whole(folders[step])]
     if len(whole) < keep:
         return []

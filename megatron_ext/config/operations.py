@@ -31,6 +31,9 @@ class ResilienceOptions:
     rewind_steps: int = option(
         8, "Data that a rewind leaves out, up to the bad step", unit="batches"
     )
+    straggler_excess: float = option(
+        0.2, "A rank is called slow when it takes this share more time than the median"
+    )
     hang_seconds: float | None = option(
         None,
         "Longest step or save; 0: any; default: 2/3 of timeout_seconds",
@@ -70,6 +73,15 @@ class LaunchOptions:
     torchrun: bool = option(True, "One SLURM task a host, torchrun's; false: one task a rank")
     preflight: bool = option(False, "SLURM jobs check their hosts first")
     sbatch: list[str] = option([], "Further options of sbatch, such as ['--comment=x']")
+
+
+@dataclass
+class ProfileOptions:
+    steps: list[int] = option(
+        [], "Steps to profile, counted over the whole run; each writes RUN/profile/", unit="steps"
+    )
+    ranks: list[int] = option([0], "Ranks that profile them")
+    memory: bool = option(True, "On GPUs a snapshot of every allocation of such a step too")
 
 
 @dataclass

@@ -43,6 +43,35 @@ def resilience_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def profile_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
+    """Steps and ranks that there are not: nothing would be written, without a word."""
+    steps, ranks = config.profile.steps, config.profile.ranks
+    if not steps or config.run.mode is not Mode.train:
+        return
+    # Stages count their own steps, and a profile those of the whole run.
+    last = None if config.curriculum.stages else config.train.steps
+    for step in steps:
+        if step < 1 or (last is not None and step > last):
+            allowed = "1 or more" if last is None else f"in [1, {last}], the steps of the run"
+            near = 1 if step < 1 or last is None else last
+            yield Problem(
+                f"profile.steps: {step}: must be {allowed} (nearest {near})",
+                ("profile.steps", "train.steps"),
+            )
+    for rank in ranks:
+        if rank < 0 or (world_size is not None and rank >= world_size):
+            allowed = "0 or more" if world_size is None else f"in [0, {world_size - 1}]"
+            near = 0 if rank < 0 or world_size is None else world_size - 1
+            yield Problem(
+                f"profile.ranks: {rank}: must be {allowed} (nearest {near})", ("profile.ranks",)
+            )
+    if not ranks:
+        yield Problem(
+            "profile.ranks=[]: no rank would profile profile.steps (such as [0])",
+            ("profile.ranks",),
+        )
+
+
 def plan_problems(config: RunConfig) -> Iterator[Problem]:
     """A search needs machines to search for."""
     if config.plan.search and config.plan.cluster is None:

@@ -37,6 +37,7 @@ from megatron_ext.config.curriculum import CurriculumOptions
 from megatron_ext.config.operations import (
     GenerateOptions,
     LaunchOptions,
+    ProfileOptions,
     ResilienceOptions,
     ScoreOptions,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "ParallelOptions",
     "PlanOptions",
     "Precision",
+    "ProfileOptions",
     "Recompute",
     "ResidualKind",
     "ResidualOptions",
@@ -263,6 +265,11 @@ class LoggingOptions:
         "0: never",
         unit="steps",
     )
+    rank_interval: int = option(
+        100,
+        "Times of every rank compared, slow ones named, every so many steps; 0: never",
+        unit="steps",
+    )
     wandb: Wandb = option(Wandb.disabled, "Weights & Biases")
     wandb_project: str = option("megatron-ext", "Project on wandb")
     wandb_entity: str | None = option(None, "Team or user on wandb")
@@ -299,6 +306,7 @@ class RunConfig:
     checkpoint: CheckpointOptions = option(CheckpointOptions, "Saving and loading")
     logging: LoggingOptions = option(LoggingOptions, "Where numbers go")
     resilience: ResilienceOptions = option(ResilienceOptions, "What to do when training goes wrong")
+    profile: ProfileOptions = option(ProfileOptions, "Looking closely at some steps")
     launch: LaunchOptions = option(LaunchOptions, "How launch/ starts a run")
     generate: GenerateOptions = option(GenerateOptions, "run.mode=generate")
     score: ScoreOptions = option(ScoreOptions, "run.mode=score")

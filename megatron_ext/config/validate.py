@@ -17,6 +17,7 @@ from megatron_ext.config.operations_rules import (
     generate_problems,
     launch_problems,
     plan_problems,
+    profile_problems,
     resilience_problems,
     score_problems,
 )
@@ -88,7 +89,7 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
         trainable_problems,
     ):
         problems += more(config)
-    return problems
+    return [*problems, *profile_problems(config, world_size)]
 
 
 def value_of(config: RunConfig, key: str) -> object:

@@ -52,6 +52,12 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict[str, float | None]]]:
     return lines
 
 
+def lacks(path: Path, step: int, name: str) -> bool:
+    """Whether the row of a step is there and has no value of a name."""
+    rows = read_rows(path) if path.exists() else []
+    return any(row["step"] == step and name not in row for row in rows)
+
+
 def cut_back(path: Path, *, resume_step: int) -> int:
     """Keep the rows up to a step, as they are; drop later ones, torn ones and doubles.
 
@@ -133,3 +139,22 @@ class JsonlSink(JsonlFile):
             ValueError: the step is not after the last one, or a name is not registered.
         """
         self.append(int(row["step"]), encode(row, stage=self._stage))
+
+    def complete(self, step: int, values: Mapping[str, float]) -> None:
+        """Add values to the last row, in one step: a reader sees the old row or the new.
+
+        Nothing where the last row is of another step, since the file has lost that one.
+        """
+        self.close()
+        self._file = None
+        lines = _read_lines(self._path) if self._path.exists() else []
+        if not lines or lines[-1][1]["step"] != step:
+            return
+        row = {
+            name: math.nan if value is None else value
+            for name, value in lines[-1][1].items()
+            if name != "stage"
+        }
+        text = encode({**row, **values}, stage=self._stage) + "\n"
+        kept = b"".join(line for line, _ in lines[:-1])
+        replace_file(self._path, kept + text.encode())

@@ -297,6 +297,40 @@ METRICS: tuple[Metric, ...] = (
         reproducible=False,
     ),
     Metric(
+        "straggler/ratio",
+        "1",
+        "Time that a rank does not wait for others, over the median of its pipeline stage; of the "
+        "slowest rank, over the steps since the row before that has it",
+        reproducible=False,
+    ),
+    Metric("straggler/rank", "rank", "The rank that has it", reproducible=False, integer=True),
+    Metric(
+        "straggler/probe_ratio",
+        "1",
+        "Time of a fixed matrix product without communication over the median of all ranks; of the "
+        "slowest",
+        reproducible=False,
+    ),
+    Metric(
+        "straggler/probe_rank", "rank", "The rank that has it", reproducible=False, integer=True
+    ),
+    Metric(
+        "straggler/wait_share",
+        "fraction",
+        "Share of a step in which a rank waits for others; median of the ranks",
+        reproducible=False,
+    ),
+    Metric(
+        "straggler/wait_share/min", "fraction", "The smallest share of a rank", reproducible=False
+    ),
+    Metric(
+        "profile/kernels",
+        "kernels",
+        "In a step of profile.steps: kernels a layer and micro-batch, of the rank with most; on a "
+        "CPU operators that are no part of another. Includes the optimizer's",
+        reproducible=False,
+    ),
+    Metric(
         "health/skipped", "steps", "Steps so far whose update was left out as bad", integer=True
     ),
     Metric("health/spikes", "steps", "Steps so far that were told as spikes", integer=True),

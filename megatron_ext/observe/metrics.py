@@ -210,6 +210,24 @@ class Metrics:
             self._console.evaluation(step, tokens, checked)
         return checked
 
+    def complete(self, step: int, values: Mapping[str, float]) -> None:
+        """Add what was found later to the row of the last step, such as an evaluation after it.
+
+        Args:
+            step: of that row.
+            values: metrics by registered name that the row does not have yet.
+
+        Raises:
+            ValueError: a name is not registered.
+        """
+        if not self._writer:
+            return
+        row = {name: float(values[name]) for name in registry.ordered(values)}
+        self._jsonl.complete(step, row)
+        self._wandb.write(step, row)
+        if self._tensorboard is not None:
+            self._tensorboard.write(step, row)
+
     def finish(self, code: int, reason: str) -> None:
         """Flush, close, and write `exit.json`. Only the first call counts.
 

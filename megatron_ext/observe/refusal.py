@@ -10,7 +10,9 @@ from megatron_ext.observe import lock
 from megatron_ext.observe.run_files import write_exit
 
 
-def report(error: MegatronExtError, *, rank: int, world_size: int, launched: bool) -> int:
+def report(
+    error: MegatronExtError, *, rank: int, world_size: int, launched: bool, local_rank: int = 0
+) -> int:
     """Print an error that a command ended with, and leave `exit.json` where the run has not.
 
     Args:
@@ -18,14 +20,15 @@ def report(error: MegatronExtError, *, rank: int, world_size: int, launched: boo
         world_size: number of ranks.
         launched: a launcher hides the exit code of this process, so that `exit.json` is needed
             even if the run folder has to be made for it.
+        local_rank: this one among those of its host.
 
     Returns:
         The exit code.
     """
-    if not isinstance(error, ConfigError):
-        print(f"[rank {rank}] {error}" if world_size > 1 else error, file=sys.stderr)
-    elif rank == 0:
-        print(error, file=sys.stderr)
+    everywhere = isinstance(error, ConfigError)
+    if rank == 0 if everywhere else local_rank == 0 or not error.shared:
+        named = world_size > 1 and not everywhere
+        print(f"[rank {rank}] {error}" if named else error, file=sys.stderr)
     if rank == 0 and error.run_dir is not None:
         _record(Path(error.run_dir), error, make=launched)
     return error.exit_code

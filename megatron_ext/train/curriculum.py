@@ -47,16 +47,17 @@ def stage_of(extra: dict[str, Any]) -> Stage:
     return Stage(**extra.get("stage", {}))
 
 
-def choose_stage(config: RunConfig, extra: dict[str, Any]) -> Stage:
+def choose_stage(config: RunConfig, extra: dict[str, Any], *, evaluated: bool = True) -> Stage:
     """The stage to go on with.
 
     Args:
         config: of the run.
         extra: of its latest checkpoint; empty when there is none.
+        evaluated: whether that is of a step after which was evaluated, as a stage ends.
 
     Returns:
-        The stage that is asked for; else that of the checkpoint while it has steps left or is the
-        last, then the next one.
+        The stage that is asked for; else that of the checkpoint while it has something left to do
+        or is the last, then the next one.
 
     Raises:
         ConfigError: the checkpoint is of a stage that is not to run.
@@ -81,7 +82,8 @@ def choose_stage(config: RunConfig, extra: dict[str, Any]) -> Stage:
     if chosen is not None:
         target = names.index(chosen)  # cuts short what came before
     else:
-        done = place < 0 or step >= saved.config(config, step=step, tokens=tokens).train.steps
+        steps = saved.config(config, step=step, tokens=tokens).train.steps
+        done = place < 0 or (step >= steps and evaluated)
         target = min(place + 1, len(names) - 1) if done else place
     if target == place:
         return saved

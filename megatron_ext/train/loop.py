@@ -6,23 +6,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from megatron_ext.checkpoint.save import Checkpointer
 from megatron_ext.config.operations import HealthAction
 from megatron_ext.model.count import flops_per_token
 from megatron_ext.observe.layer_history import is_due
 from megatron_ext.observe.metrics import Metrics
+from megatron_ext.observe.profile import Profiler
 from megatron_ext.resilience.referee import Decision, Referee
 from megatron_ext.resilience.requests import SAVE, STOP, Requests, stop_reason
 from megatron_ext.resilience.watchdog import Watchdog
 from megatron_ext.train.depth_health import DepthWatch
 from megatron_ext.train.evaluate import apart, held_out_loss
-from megatron_ext.train.health import HealthWatch
+from megatron_ext.train.health import HealthWatch, own_layers
 from megatron_ext.train.incident import Unsound, raise_for
 from megatron_ext.train.lengths import by_length
 from megatron_ext.train.state import TrainState, gather_parameters
-from megatron_ext.train.step import train_step
+from megatron_ext.train.step import micro_batch_count, train_step
 from megatron_ext.train.throughput import peak_memory_gib, peak_rate
+from megatron_ext.train.waiting import StragglerWatch
 
 
 @dataclass
@@ -44,13 +50,16 @@ def run_loop(
     metrics: Metrics,
     checkpointer: Checkpointer,
     *,
+    folder: Path,
     requests: Requests,
     watchdog: Watchdog,
 ) -> Ending:
-    """Train from `state.step` to `train.steps`, or until all ranks agree to stop.
+    """Train in the run folder from `state.step` to `train.steps`, or until all ranks agree to stop.
 
     A row is written before the checkpoint of its step becomes the latest: killed in between, the
-    row is cut away on resume and written again; the other way round it would be lost.
+    row is cut away on resume and written again; the other way round it would be lost. The last step
+    is saved before it is evaluated, which may fail, and its row is completed afterwards: a run that
+    ended in between makes up for it when it is started again.
 
     Raises:
         TrainingHalted: a step was bad, and the policy is to halt.
@@ -73,6 +82,7 @@ def run_loop(
     request = referee.between_steps()
     stalled = 0.0
     watch, depth_watch = HealthWatch(state), DepthWatch(state)
+    profiler, stragglers = _profiler(state, folder), StragglerWatch(state, folder)
     while state.step < config.train.steps and not request.stop:
         tokens = state.tokens
         watchdog.beat(state.step, "training step")
@@ -82,28 +92,32 @@ def run_loop(
         if measured:
             watch.begin()
             depth_watch.begin()
-        values, decision = judged_step(state, referee)
+        stragglers.begin()
+        with profiler.watching(state.step + 1):
+            values, decision = judged_step(state, referee)
+        times = stragglers.end(values)
         health = watch.end() if measured else []
         depth = depth_watch.end() if measured else []
         request = decision.request
-        values |= cost(values) | _incidents(state) | begun
+        values |= cost(values) | _incidents(state) | (times.metrics() if times else {})
+        values |= begun
         begun = {}
+        if profiler.due(state.step):
+            values["profile/kernels"] = _largest(profiler.kernels, state.runtime.device)
+            metrics.header(
+                [f"profile of step {state.step} in {folder}/{profiler.place(state.step)}"]
+            )
         values["checkpoint/stall_seconds"] = stalled
         last = state.step == config.train.steps
         every = config.evaluate.interval_tokens
-        if last or (every and state.tokens // every > tokens // every):
+        if not last and every and state.tokens // every > tokens // every:
             watchdog.beat(state.step, "evaluation")
-            found = held_out_loss(state)
-            if last:
-                found |= apart(state)
-                found |= by_length(
-                    state, beat=lambda: watchdog.beat(state.step, "evaluation by length")
-                )
-            ending.evaluation = metrics.evaluation(state.step, state.tokens, found)
-            values |= ending.evaluation
+            values |= metrics.evaluation(state.step, state.tokens, held_out_loss(state))
         if checkpointer.save_seconds is not None:
             values["checkpoint/save_seconds"] = checkpointer.save_seconds
         metrics.step(state.step, values, loads=state.loads, health=health, depth=depth)
+        if times is not None and (slow := times.warning()):
+            metrics.warn(slow)
         if decision.verdict.action is not HealthAction.ignore:
             metrics.warn(f"step {state.step}: {_told(decision)}")
         begin = time.perf_counter()
@@ -121,12 +135,24 @@ def run_loop(
             save(state, checkpointer)
     watchdog.beat(state.step, "end of the last save")
     checkpointer.close()
-    # Also what came while the last step was evaluated and saved, which may take long.
+    if state.step >= config.train.steps:
+        ending.evaluation = last_evaluation(state, metrics, watchdog)
+    # Also what came while the last step was saved and evaluated, which may take long.
     request = request if request.stop else referee.between_steps()
     if request.stop:
         ending.stopped = stop_reason(request.stop)
         requests.clear(STOP)
     return ending
+
+
+def last_evaluation(state: TrainState, metrics: Metrics, watchdog: Watchdog) -> dict[str, float]:
+    """Evaluate after the last step, also by length, and complete its row."""
+    watchdog.beat(state.step, "evaluation")
+    found = held_out_loss(state) | apart(state)
+    found |= by_length(state, beat=lambda: watchdog.beat(state.step, "evaluation by length"))
+    values = metrics.evaluation(state.step, state.tokens, found)
+    metrics.complete(state.step, values)
+    return values
 
 
 def judged_step(state: TrainState, referee: Referee) -> tuple[dict[str, float], Decision]:
@@ -155,6 +181,24 @@ def save(state: TrainState, checkpointer: Checkpointer) -> None:
     """Begin a checkpoint of the present step."""
     gather_parameters(state.chunks)
     checkpointer.save(state.step, state.chunks, state.optimizer, state.extra())
+
+
+def _profiler(state: TrainState, folder: Path) -> Profiler:
+    """For the steps of `profile.steps`."""
+    return Profiler(
+        folder,
+        options=state.config.profile,
+        rank=state.runtime.rank,
+        device=state.runtime.device,
+        passes=len(own_layers(state)) * micro_batch_count(state),
+    )
+
+
+def _largest(value: float, device: torch.device) -> float:
+    """Over all ranks. Collective."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)
 
 
 def _cost(state: TrainState) -> Callable[[dict[str, float]], dict[str, float]]:

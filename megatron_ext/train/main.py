@@ -216,7 +216,14 @@ def run(
             source=state.source,
         )
         try:
-            ending = run_loop(state, metrics, checkpointer, requests=requests, watchdog=watchdog)
+            ending = run_loop(
+                state,
+                metrics,
+                checkpointer,
+                folder=found.folder,
+                requests=requests,
+                watchdog=watchdog,
+            )
         except (Rewind, TrainingHalted):  # agreed by all ranks, which finish their save together
             checkpointer.close()
             raise

@@ -14,6 +14,7 @@ from megatron_ext.checkpoint.paths import read_extra
 from megatron_ext.checkpoint.verify import Sound, newest_sound
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import FINAL, NEXT_STAGE, ConfigError, MegatronExtError
+from megatron_ext.observe.jsonl import lacks
 from megatron_ext.observe.lock import hold
 from megatron_ext.observe.run_files import (
     choose_run_id,
@@ -37,7 +38,7 @@ class Found:
         checkpoint: where to go on from; None starts anew.
         run_id: identity of the run, for wandb.
         step, tokens: of that checkpoint; 0 without one.
-        finished: whether the run has all its steps already.
+        finished: whether the run has all its steps already, and was evaluated after them.
         stage: of the curriculum, to go on with.
         moved: where an older run went with `run.fresh=true`.
         load: `checkpoint.load`, at its new place if it was in that older run.
@@ -132,15 +133,18 @@ def describe(config: RunConfig, entered: Entered, sound: Sound) -> Found:
     """What there is to go on from, and under which run id."""
     folder = entered.folder
     extra = read_extra(sound.path) if sound.path else {}
-    stage = WHOLE_RUN if entered.ended else choose_stage(config, extra)
     step, tokens = int(extra.get("step", 0)), int(extra.get("tokens", 0))
+    # A run that ended between the save and the evaluation of its last step has that to do.
+    evaluated = not lacks(folder / "metrics.jsonl", step, "eval/loss")
+    stage = WHOLE_RUN if entered.ended else choose_stage(config, extra, evaluated=evaluated)
+    steps = stage.config(config, step=step, tokens=tokens).train.steps
     return Found(
         folder=folder,
         checkpoint=sound.path,
         run_id=choose_run_id(folder, name=config.run.name, from_checkpoint=extra.get("run_id")),
         step=step,
         tokens=tokens,
-        finished=step >= stage.config(config, step=step, tokens=tokens).train.steps,
+        finished=step >= steps and evaluated,
         moved=entered.moved,
         load=_moved_along(config.checkpoint.load, folder, entered.away),
         ended=entered.ended,

@@ -21,7 +21,7 @@ from megatron_ext.config.schema import BalanceRule, RunConfig
 from megatron_ext.config.stages import stage_config
 from megatron_ext.data.manifest import write_json
 from megatron_ext.data.score_files import Rows, read_routing, read_rows
-from megatron_ext.errors import CheckpointError, DataError
+from megatron_ext.errors import CheckpointError, DataError, MegatronExtError
 from megatron_ext.parallel.mesh import build_mesh
 from megatron_ext.parallel.runtime import start, stop
 from megatron_ext.train.score_pass import Request, Scores, build, compute
@@ -38,7 +38,11 @@ def score(config: RunConfig) -> int:
         CheckpointError: there is no checkpoint, or it gives numbers that are not finite.
     """
     config = stage_config(config, config.curriculum.stage or "")
-    request = read_request(config)
+    try:
+        request = read_request(config)
+    except MegatronExtError as error:
+        error.shared = True  # each host looks at its own files
+        raise
     runtime = start(config.run)
     try:
         mesh = build_mesh(

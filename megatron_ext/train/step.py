@@ -31,6 +31,9 @@ from megatron_ext.train.losses import Losses, one_hot, sum_losses
 from megatron_ext.train.share import Share, packed_documents
 from megatron_ext.train.state import TrainState
 
+# The name under which `tc.timers` is asked around the sum of the losses.
+LOSSES = "losses-all-reduce"
+
 
 class Waited:
     """An iterator that measures how long the step waited for its data, in seconds."""
@@ -195,9 +198,14 @@ def run_schedule(
     sums = torch.zeros(2, groups, dtype=torch.float64, device=state.runtime.device)
     for part in stored:
         sums += part["sums"]
+    timers = state.tc.timers
+    if timers is not None:
+        timers(LOSSES).start()
     # Only the last stage has losses, so the sum over stages hands them to all.
     dist.all_reduce(sums, group=state.mesh.dp_cp)
     dist.all_reduce(sums, group=state.mesh.pp)
+    if timers is not None:
+        timers(LOSSES).stop()
     (total, position_total), (tokens, position_tokens) = (
         row.split([len(state.sources), len(buckets)]) for row in sums.cpu()
     )

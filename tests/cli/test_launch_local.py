@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import local
 from launch.command import count_gpus, is_this_host, rank_command
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import ConfigError
@@ -97,6 +98,31 @@ def test_crashes_and_hangs_are_started_again_in_the_same_launch_and_halts_are_no
     assert "hung; restart 2" in errors
     assert len({str(call["launch"]) for call in pretend.calls()}) == 1
     assert len(pretend.calls()) == 3
+
+
+def test_other_hosts_can_read_an_ending_until_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endings, found = iter([50, 40]), []
+
+    class Ranks:
+        """Those of all hosts, which end at once, and remove nothing."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            found.append((tmp_path / "exit.json").exists())
+
+        def wait(self, *, stop_seconds: float) -> int:
+            end = {"code": next(endings), "reason": "x", "step": 1}
+            (tmp_path / "exit.json").write_text(json.dumps(end))
+            return 1
+
+    monkeypatch.setattr(local, "Child", Ranks)
+    monkeypatch.setattr(local.signal, "signal", lambda *_: None)
+    (tmp_path / "exit.json").write_text("of an earlier launch")
+    made = config(nodes=2, host="localhost", ranks_per_node=1)
+    made.run.dir, made.run.name = str(tmp_path), "run"
+    assert local.Launcher(made, []).run() == 40
+    assert found == [False, True]
 
 
 def test_a_wrong_configuration_starts_nothing(tmp_path: Path) -> None:

@@ -152,6 +152,8 @@ def test_the_checkpoint_says_which_stage_comes(tmp_path: Path) -> None:
     assert after("stage_64", 0, 3) == Stage("stage_64", 0, 0)
     assert after("stage_64", 0, 4) == Stage("stage_256", 4, 40)
     assert after("stage_4k", 8, 10) == Stage("stage_4k", 8, 80)
+    ended = {"stage": Stage("stage_64").extra(), "step": 4, "tokens": 40}
+    assert choose_stage(config, ended, evaluated=False) == Stage("stage_64", 0, 0)
     # A run without stages goes on with the first one.
     assert choose_stage(config, {"step": 5, "tokens": 50}) == Stage("stage_64", 5, 50)
     with pytest.raises(ConfigError, match="has no stage_9, which the checkpoint"):

@@ -268,6 +268,14 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["data.sources=[{name:a},{nam:b,path:c}]", "run.name=a/b"],
         ["data.sources=", "run.name='a/b': must be usable as the name of a folder"],
     ),
+    "profile": (
+        ["train.steps=20", "profile.steps=[0,21]", "profile.ranks=[-1]"],
+        [
+            "profile.steps: 0: must be in [1, 20], the steps of the run (nearest 1)",
+            "profile.steps: 21: must be in [1, 20], the steps of the run (nearest 20)",
+            "profile.ranks: -1: must be 0 or more (nearest 0)",
+        ],
+    ),
     "plan": (
         ["run.mode=plan", "parallel.tensor=2", "parallel.pipeline=2", "plan.world_size=6"],
         ["plan.world_size=6: must be a multiple of tensor 2 x pipeline 2 x context 1 = 4 (near"],
@@ -308,6 +316,13 @@ def test_the_number_of_ranks_is_checked_when_known() -> None:
     assert text.startswith("ranks=6: must be a multiple of tensor 1 x pipeline 4 x context 1 = 4")
     (text,) = problems(["train.batch_tokens=7680", "train.micro_batch_size=1"], world_size=4)
     assert "data.sequence_length=256 x data parallel=4 = 1024 (nearest 7168 or 8192)" in text
+
+
+def test_ranks_that_profile_exist_when_their_number_is_known() -> None:
+    (text,) = problems(["profile.steps=[1]", "profile.ranks=[0,2]"], world_size=2)
+    assert text == "profile.ranks: 2: must be in [0, 1] (nearest 1)"
+    (text,) = problems(["profile.steps=[1]", "profile.ranks=[]"], world_size=2)
+    assert text.startswith("profile.ranks=[]: no rank would profile")
 
 
 def test_micro_batches_fill_the_interleaved_schedule() -> None:

@@ -68,6 +68,25 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_had_not(
     assert reproducible_rows(folder) == reproducible_rows(uninterrupted)
 
 
+def test_a_last_evaluation_that_fails_costs_no_step_and_is_made_up_for(
+    launcher: Launcher, uninterrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run = launch(launcher, folder, before="tests.support.incidents:fail_last_evaluation:x")
+    assert run.wait() == 1, run.text
+    assert "no evaluation today" in run.text
+    assert not (folder / "exit.json").exists(), "a crash"
+    assert latest(folder) == f"step_{STEPS:08d}"
+    assert "eval/loss" not in rows(folder)[-1]
+    again = launch(launcher, folder)
+    assert again.wait() == 0, again.text
+    assert f"resumes after step {STEPS}" in again.text
+    assert reproducible_rows(folder) == reproducible_rows(uninterrupted)
+    once_more = launch(launcher, folder)
+    assert once_more.wait() == 0
+    assert "this run is finished" in once_more.text
+
+
 def test_a_save_file_saves_and_training_goes_on(launcher: Launcher, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = launch(launcher, folder, "checkpoint.interval=0", before=SLOW)

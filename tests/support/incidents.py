@@ -63,3 +63,32 @@ def stop_after_saving(step: str) -> None:
             checkpointer.folder.with_name("stop").touch()
 
     loop.save = saving
+
+
+def slow_rank(rank: str) -> None:
+    """One rank takes 0.3 seconds longer for the forward passes of every step."""
+    step, forward = loop.train_step, GatedMLA.forward
+    left = [0.0]
+
+    def training(state: Any, *args: Any) -> Any:
+        left[0] = 0.3 if state.runtime.rank == int(rank) else 0.0
+        return step(state, *args)
+
+    def attending(self: GatedMLA, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        seconds, left[0] = left[0], 0.0
+        time.sleep(seconds)
+        return forward(self, *args, **kwargs)
+
+    loop.train_step, GatedMLA.forward = training, attending  # type: ignore[assignment,method-assign]
+
+
+def fail_last_evaluation(_: str) -> None:
+    """The evaluation after the last step raises."""
+    evaluate = loop.held_out_loss
+
+    def failing(state: Any) -> Any:
+        if state.step == state.config.train.steps:
+            raise RuntimeError("no evaluation today")
+        return evaluate(state)
+
+    loop.held_out_loss = failing

@@ -55,6 +55,21 @@ def test_without_the_file_latest_the_newest_complete_one_counts(tmp_path: Path) 
     assert paths.latest(tmp_path) == tmp_path / "step_00000020"
 
 
+def test_steps_are_compared_as_numbers(tmp_path: Path) -> None:
+    steps = [99_999_998, 99_999_999, 100_000_000]
+    for step in steps:
+        complete(tmp_path, step)
+    (tmp_path / "latest").unlink()
+    assert [path.name for path in paths.candidates(tmp_path)] == [
+        *("step_100000000", "step_99999999", "step_99999998")
+    ]
+    paths.point(tmp_path, "step_99999999")
+    # A longer name is no reason to count among the newest up to `latest`.
+    assert paths.prune(tmp_path, keep=1, keep_every=0) == [tmp_path / "step_99999998"]
+    paths.point(tmp_path, "step_100000000")
+    assert paths.prune(tmp_path, keep=1, keep_every=0) == [tmp_path / "step_99999999"]
+
+
 @pytest.mark.parametrize("text", ["step_00000099", "", "../step_00000010", "/"])
 def test_a_wrong_latest_is_an_error_that_lists_the_choices(tmp_path: Path, text: str) -> None:
     complete(tmp_path, 10)

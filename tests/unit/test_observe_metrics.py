@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megatron_ext.config.schema import Device, LoggingOptions
 from megatron_ext.errors import TrainingHalted
 from megatron_ext.observe import run_files
-from megatron_ext.observe.jsonl import cut_back, encode, read_rows
+from megatron_ext.observe.jsonl import cut_back, encode, lacks, read_rows
 from megatron_ext.observe.metrics import Metrics
 from megatron_ext.observe.redact import redact, redact_argument
 
@@ -69,6 +69,22 @@ def test_rows_are_in_registry_order_and_read_back_exactly(tmp_path: Path) -> Non
         '"loss/code": 0.3333333333333333}'
     )
     assert json.loads(third)["eval/loss"] == 4.5
+
+
+def test_a_row_is_completed_as_if_it_had_been_written_whole(tmp_path: Path) -> None:
+    run(tmp_path / "whole", range(1, 4))
+    with metrics(tmp_path / "late") as log:
+        for step in range(1, 4):
+            log.step(step, values(step))
+        assert lacks(tmp_path / "late" / "metrics.jsonl", 3, "eval/loss")
+    with metrics(tmp_path / "late", resume_step=3) as log:  # the run ended in between
+        log.complete(3, {"eval/loss": 4.5})
+        log.complete(2, {"eval/loss": 9.9})  # not the last row: nothing to complete
+        log.finish(0, "done")
+    whole, late = (tmp_path / name / "metrics.jsonl" for name in ("whole", "late"))
+    assert late.read_bytes() == whole.read_bytes()
+    assert not lacks(late, 3, "eval/loss")
+    assert not lacks(late, 4, "eval/loss"), "no row, nothing to make up for"
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

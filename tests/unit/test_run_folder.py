@@ -62,6 +62,17 @@ def test_a_refusal_makes_the_folder_for_a_launcher_only(tmp_path: Path) -> None:
     assert (read_exit(tmp_path / "run") or {})["code"] == 20
 
 
+def test_what_the_ranks_of_a_host_have_met_alike_is_told_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = CheckpointError("lost")
+    for shared, told in ((False, 4), (True, 2)):
+        wrong.shared = shared
+        for rank in range(4):
+            report(wrong, rank=rank, local_rank=rank % 2, world_size=4, launched=True)
+        assert len(capsys.readouterr().err.splitlines()) == told
+
+
 def test_the_first_ending_stays_and_the_writers_replaces_it(tmp_path: Path) -> None:
     assert leave_exit(tmp_path, code=30, reason="rank 3", step=1)
     assert not leave_exit(tmp_path, code=20, reason="rank 4", step=1)
