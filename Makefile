@@ -5,13 +5,14 @@ ARGS ?=
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help environment train test test-slurm check bench campaign clean
+.PHONY: help environment train test test-slurm check audit bench campaign clean
 
 help:
 	@echo "make train   train a small model on this machine   (ARGS='train.steps=20 run.fresh=true')"
 	@echo "make test    run all tests                         (ARGS='tests/unit -k gate')"
 	@echo "make test-slurm   those of them that start a real SLURM (as root, with slurm-wlm and munge)"
 	@echo "make check   lint, formatting, types, import rules"
+	@echo "make audit   known vulnerabilities of locked packages, where a network can be reached"
 	@echo "make bench   run the benchmarks of bench/"
 	@echo "make campaign  kill runs and damage checkpoints at random   (ARGS='--minutes 30')"
 	@echo "make clean   remove caches and build products; keeps $(VENV) and runs/"
@@ -34,6 +35,9 @@ check: environment
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+audit: environment
+	@.ci/audit $(BIN)/python $(ARGS)
 
 bench: environment
 	@set -e; for script in bench/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done

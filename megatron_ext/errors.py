@@ -46,6 +46,12 @@ class ConfigError(MegatronExtError):
         super().__init__(f"{head} in the configuration:\n{lines}")
 
 
+class OutOfMemory(MegatronExtError):
+    """The configuration does not fit the machine. Says what was needed, and the cheapest keys."""
+
+    exit_code = 20
+
+
 class DataError(MegatronExtError):
     """A corpus, shard, manifest or tokenizer cannot be used. Names the file, place and remedy."""
 

@@ -89,6 +89,13 @@ def open_shards(
         )
     if not manifest.documents:
         raise DataError(f"{folder / FILE}: no documents in this source. {REMEDY}")
+    for shard in manifest.shards:
+        name = str(shard["name"])
+        if Path(name).name != name:
+            raise DataError(
+                f"{folder / FILE}: names the shard {name!r}, which is not in its folder. Do not "
+                "use what somebody may have made to do harm; prepare the text again"
+            )
     total = sum(int(shard["bin"]["bytes"]) for shard in manifest.shards)
     readers = []
     for shard in manifest.shards:

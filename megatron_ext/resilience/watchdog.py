@@ -89,6 +89,11 @@ class Watchdog:
         """Something was finished; `doing` comes next. Costs nothing."""
         self._step, self._doing, self._last = step, doing, time.monotonic()
 
+    @property
+    def doing(self) -> str:
+        """What the last `beat` said, in words."""
+        return f"after step {self._step}, {self._doing}"
+
     def _watch(self) -> None:
         # Checked ten times in a limit: late by a tenth at most.
         while not self._leave.wait(self._limit / 10):

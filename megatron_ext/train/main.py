@@ -40,6 +40,7 @@ from megatron_ext.train.evaluate import restore_weights
 from megatron_ext.train.header import backends, damaged_text, header_lines
 from megatron_ext.train.incident import Rewind, go_back
 from megatron_ext.train.loop import run_loop
+from megatron_ext.train.memory import told
 from megatron_ext.train.run_folder import Found, open_run_folder
 from megatron_ext.train.state import TrainState, build_state
 
@@ -133,15 +134,16 @@ def go_on(
         requests.watch(found.folder)
     config.checkpoint.load = found.load
     try:
-        state = build_state(
-            config,
-            runtime,
-            run_id=found.run_id,
-            stage=found.stage,
-            mesh=mesh,
-            before=trained_before(found),
-        )
-        restored, rewinds = restore(state, found), 0
+        with told(config, runtime, doing=lambda: "building the model"):
+            state = build_state(
+                config,
+                runtime,
+                run_id=found.run_id,
+                stage=found.stage,
+                mesh=mesh,
+                before=trained_before(found),
+            )
+            restored, rewinds = restore(state, found), 0
         while True:
             try:
                 code, reason = run(
@@ -216,14 +218,15 @@ def run(
             source=state.source,
         )
         try:
-            ending = run_loop(
-                state,
-                metrics,
-                checkpointer,
-                folder=found.folder,
-                requests=requests,
-                watchdog=watchdog,
-            )
+            with told(config, runtime, doing=lambda: watchdog.doing):
+                ending = run_loop(
+                    state,
+                    metrics,
+                    checkpointer,
+                    folder=found.folder,
+                    requests=requests,
+                    watchdog=watchdog,
+                )
         except (Rewind, TrainingHalted):  # agreed by all ranks, which finish their save together
             checkpointer.close()
             raise

@@ -36,13 +36,18 @@ def peak_rate(device: torch.device, precision: Precision) -> float:
     return math.nan
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of the fullest rank: allocated on its GPU, else resident. Collective."""
+def own_peak_gib(device: torch.device) -> float:
+    """Peak memory of this rank: allocated on its GPU, else resident."""
     if device.type == "cuda":
         used = float(torch.cuda.max_memory_allocated(device))
     else:
         unit = 1 if sys.platform == "darwin" else 1024
         used = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
-    fullest = torch.tensor(used / GIB, dtype=torch.float64, device=device)
+    return used / GIB
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of the fullest rank. Collective."""
+    fullest = torch.tensor(own_peak_gib(device), dtype=torch.float64, device=device)
     dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
     return float(fullest)

@@ -97,6 +97,49 @@ def test_it_is_built_once_and_again_when_the_lock_changes_or_a_build_broke_off(
     assert installs(project) == 5
 
 
+@pytest.fixture
+def audit(tmp_path: Path) -> Path:
+    """A copy of the audit, with a python that pretends to be pip-audit as `endings` tells."""
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "bin").mkdir()
+    shutil.copy(REPOSITORY / ".ci" / "audit", tmp_path / ".ci")
+    (tmp_path / "requirements.lock").write_text("a==1\nb==2\n", encoding="utf-8")
+    script(
+        tmp_path / "bin" / "python",
+        'case "$*" in *"-m venv"*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python";;',
+        f"  *pip_audit*) for last; do :; done; cd {tmp_path}",
+        '    if test -e found; then cp found "$last"; exit 1; fi',
+        "    if test -e silent; then echo timed out >&2; exit 1; fi;;",
+        f"  *install*) if test -e {tmp_path}/offline; then echo no route >&2; exit 1; fi;;",
+        "esac",
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("happens", "code", "words"),
+    [
+        ("", 0, "no known vulnerability in 2 packages"),
+        ("found", 1, "a 1 has a hole"),
+        ("offline", 3, "not audited: pip-audit cannot be installed\nno route"),
+        ("silent", 3, "not audited: no answer about vulnerabilities\ntimed out"),
+    ],
+)
+def test_an_audit_that_did_not_happen_is_no_clean_one(
+    happens: str, code: int, words: str, audit: Path
+) -> None:
+    if happens:
+        (audit / happens).write_text("a 1 has a hole\n")
+    done = subprocess.run(
+        [str(audit / ".ci" / "audit"), str(audit / "bin" / "python")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout + done.stderr
+
+
 def test_the_lock_has_versions_only_and_every_dependency() -> None:
     lines = (REPOSITORY / "requirements.lock").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if not line.startswith("#")]
@@ -120,7 +163,7 @@ def test_the_licence_is_apache_2() -> None:
 
 
 def test_scripts_can_be_run() -> None:
-    for name in ("run", "environment"):
+    for name in ("run", "environment", "audit"):
         assert os.access(REPOSITORY / ".ci" / name, os.X_OK)
 
 

@@ -89,7 +89,8 @@ def test_a_last_evaluation_that_fails_costs_no_step_and_is_made_up_for(
 
 def test_a_save_file_saves_and_training_goes_on(launcher: Launcher, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = launch(launcher, folder, "checkpoint.interval=0", before=SLOW)
+    secret = {"WANDB_API_KEY": "0123456789abcdef", "HF_TOKEN": "hf_0123456789abcdef"}
+    run = launch(launcher, folder, "checkpoint.interval=0", before=SLOW, **secret)
     while row_count(folder) < 1:
         pass
     (folder / "save").touch()
@@ -97,6 +98,10 @@ def test_a_save_file_saves_and_training_goes_on(launcher: Launcher, tmp_path: Pa
     saved = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
     assert len(saved) == 2
     assert not (folder / "save").exists()
+    # What the environment keeps to itself stands nowhere.
+    written = [run.output, *(path for path in folder.rglob("*") if path.is_file())]
+    assert len(written) > 10
+    assert not [path for path in written if b"0123456789abcdef" in path.read_bytes()]
 
 
 def test_a_second_interrupt_ends_at_once_and_leaves_no_ending(

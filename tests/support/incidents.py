@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_ext.data.stream import TokenStream
@@ -92,3 +93,15 @@ def fail_last_evaluation(_: str) -> None:
         return evaluate(state)
 
     loop.held_out_loss = failing
+
+
+def greedy(rank: str) -> None:
+    """One rank asks for more memory than there can be, in its third step."""
+    step = loop.train_step
+
+    def asking(state: Any, *args: Any) -> Any:
+        if state.step == 2 and state.runtime.rank == int(rank):
+            torch.empty(1 << 55)
+        return step(state, *args)
+
+    loop.train_step = asking  # type: ignore[assignment]

@@ -136,6 +136,12 @@ def test_another_tokenizer_and_broken_manifests_are_errors(tmp_path: Path) -> No
 
     with pytest.raises(DataError, match=r"tokenizer byte \(byte-257\), the run uses other"):
         open_shards(folder, tokenizer=Other())
+    whole = (folder / "manifest.json").read_text()
+    for name in ("../shard-00000", "/etc/shard-00000"):
+        (folder / "manifest.json").write_text(whole.replace('"shard-00000"', f'"{name}"'))
+        with pytest.raises(DataError, match=f"names the shard '{name}', which is not in its"):
+            open_shards(folder, tokenizer=ByteTokenizer())
+    (folder / "manifest.json").write_text(whole)
     (folder / "shard-00000.idx").unlink()
     with pytest.raises(DataError, match="listed in the manifest but not there"):
         open_shards(folder, tokenizer=ByteTokenizer())
