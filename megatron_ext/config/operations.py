@@ -31,6 +31,12 @@ class ResilienceOptions:
     rewind_steps: int = option(
         8, "Data that a rewind leaves out, up to the bad step", unit="batches"
     )
+    replay_interval: int = option(
+        0,
+        "Data parallel ranks compute one micro-batch and compare, every so many steps; 0: never",
+        unit="steps",
+    )
+    corruption: HealthAction = option(HealthAction.halt, "When they differ: warn, halt")
     straggler_excess: float = option(
         0.2, "A rank is called slow when it takes this share more time than the median"
     )

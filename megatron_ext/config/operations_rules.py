@@ -43,6 +43,40 @@ def resilience_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def replay_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
+    """Comparisons bit by bit, of ranks that ought to be equal."""
+    options, parallel = config.resilience, config.parallel
+    every = options.replay_interval
+    if options.corruption not in (HealthAction.warn, HealthAction.halt):
+        yield Problem(
+            f"resilience.corruption={options.corruption.name}: a faulty device does not go away by "
+            "it (allowed warn, halt)",
+            ("resilience.corruption",),
+        )
+    if every == 0 or config.run.mode is not Mode.train:
+        return
+    key = f"resilience.replay_interval={every}"
+    if not config.run.deterministic and config.run.device is not Device.cpu:
+        yield Problem(
+            f"{key}: compares bit by bit, which needs run.deterministic=true on GPUs (or "
+            "run.device=cpu)",
+            ("resilience.replay_interval", "run.deterministic", "run.device"),
+        )
+    if parallel.expert > 1 or parallel.overlap_grad_reduce:
+        wrong = "expert > 1" if parallel.expert > 1 else "overlap_grad_reduce=true"
+        yield Problem(
+            f"{key}: with parallel.{wrong} data parallel ranks exchange data within the passes and "
+            "cannot be compared (nearest 0)",
+            ("resilience.replay_interval", "parallel.expert", "parallel.overlap_grad_reduce"),
+        )
+    if world_size == parallel.tensor * parallel.context * parallel.pipeline:
+        yield Problem(
+            f"{key}: there is one data parallel rank and nothing to compare it with (nearest 0, or "
+            "twice as many ranks)",
+            ("resilience.replay_interval",),
+        )
+
+
 def profile_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
     """Steps and ranks that there are not: nothing would be written, without a word."""
     steps, ranks = config.profile.steps, config.profile.ranks

@@ -130,6 +130,7 @@ RANGES: dict[str, Range] = {
     "resilience.max_skips": COUNT,
     "resilience.max_rewinds": AMOUNT,
     "resilience.rewind_steps": COUNT,
+    "resilience.replay_interval": AMOUNT,
     "resilience.straggler_excess": POSITIVE,
     "resilience.hang_seconds": AMOUNT,
     "launch.nodes": COUNT,

@@ -18,6 +18,7 @@ from megatron_ext.config.operations_rules import (
     launch_problems,
     plan_problems,
     profile_problems,
+    replay_problems,
     resilience_problems,
     score_problems,
 )
@@ -89,6 +90,7 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
         trainable_problems,
     ):
         problems += more(config)
+    problems += replay_problems(config, world_size)
     return [*problems, *profile_problems(config, world_size)]
 
 

@@ -25,6 +25,7 @@ from megatron_ext.train.evaluate import apart, held_out_loss
 from megatron_ext.train.health import HealthWatch, own_layers
 from megatron_ext.train.incident import Unsound, raise_for
 from megatron_ext.train.lengths import by_length
+from megatron_ext.train.replay import check_replay, replay_due
 from megatron_ext.train.state import TrainState, gather_parameters
 from megatron_ext.train.step import micro_batch_count, train_step
 from megatron_ext.train.throughput import peak_memory_gib, peak_rate
@@ -86,6 +87,8 @@ def run_loop(
     while state.step < config.train.steps and not request.stop:
         tokens = state.tokens
         watchdog.beat(state.step, "training step")
+        if replay_due(state) and (differ := check_replay(state)):
+            metrics.warn(differ)
         measured = is_due(
             state.step + 1, interval=config.logging.health_interval, total_steps=config.train.steps
         )

@@ -117,8 +117,8 @@ def train_step(state: TrainState, judge: Judge = must_be_finite) -> dict[str, fl
     }
 
 
-def next_batches(state: TrainState) -> Iterator[MicroBatch]:
-    """This data rank's micro-batches of the next global batch."""
+def next_batches(state: TrainState, *, data_rank: int | None = None) -> Iterator[MicroBatch]:
+    """The micro-batches of the next global batch of a data rank; None: of this one."""
     config = state.config
     return micro_batches(
         state.train_data,
@@ -126,7 +126,7 @@ def next_batches(state: TrainState) -> Iterator[MicroBatch]:
         batch_tokens=config.train.batch_tokens,
         sequence_length=config.data.sequence_length,
         micro_batch_size=config.train.micro_batch_size,
-        data_rank=state.mesh.dp.rank(),
+        data_rank=state.mesh.dp.rank() if data_rank is None else data_rank,
         data_size=state.mesh.dp.size(),
         packing=config.data.packing,
         segment=config.data.spiral_segment,
@@ -164,16 +164,50 @@ def run_schedule(
     """Run megatron-core's schedule over `count` micro-batches and sum the losses over all ranks.
 
     Args:
+        feeds, count, forward_only: as for `run_passes`.
+    """
+    sums = run_passes(state, feeds, count, forward_only=forward_only)
+    timers = state.tc.timers
+    if timers is not None:
+        timers(LOSSES).start()
+    # Only the last stage has losses, so the sum over stages hands them to all.
+    dist.all_reduce(sums, group=state.mesh.dp_cp)
+    dist.all_reduce(sums, group=state.mesh.pp)
+    if timers is not None:
+        timers(LOSSES).stop()
+    buckets = position_buckets(state)
+    (total, position_total), (tokens, position_tokens) = (
+        row.split([len(state.sources), len(buckets)]) for row in sums.cpu()
+    )
+    return Losses(total, tokens, position_total, position_tokens, buckets)
+
+
+def position_buckets(state: TrainState) -> list[int]:
+    """Where the buckets of `loss/position/...` begin."""
+    config = state.config
+    return bucket_starts(config.data.sequence_length, first=config.evaluate.position_bucket)
+
+
+def run_passes(
+    state: TrainState, feeds: list[Waited], count: int, *, forward_only: bool
+) -> torch.Tensor:
+    """Run megatron-core's schedule over `count` micro-batches.
+
+    Args:
         feeds: one iterator over the same micro-batches for each model chunk.
         count: micro-batches; the same on every rank.
         forward_only: no gradients (evaluation).
+
+    Returns:
+        This rank's sums of losses and of tokens by source and by position, float64 [2, n]; zeros
+        but on the last stage.
     """
     config = state.config
     packed = config.data.isolate_documents
     sequences = config.train.micro_batch_size
     many = len(state.chunks) > 1
     share = sharing(state)
-    buckets = bucket_starts(config.data.sequence_length, first=config.evaluate.position_bucket)
+    buckets = position_buckets(state)
     groups = len(state.sources) + len(buckets)
     stored = get_forward_backward_func()(
         forward_step_func=partial(
@@ -198,18 +232,7 @@ def run_schedule(
     sums = torch.zeros(2, groups, dtype=torch.float64, device=state.runtime.device)
     for part in stored:
         sums += part["sums"]
-    timers = state.tc.timers
-    if timers is not None:
-        timers(LOSSES).start()
-    # Only the last stage has losses, so the sum over stages hands them to all.
-    dist.all_reduce(sums, group=state.mesh.dp_cp)
-    dist.all_reduce(sums, group=state.mesh.pp)
-    if timers is not None:
-        timers(LOSSES).stop()
-    (total, position_total), (tokens, position_tokens) = (
-        row.split([len(state.sources), len(buckets)]) for row in sums.cpu()
-    )
-    return Losses(total, tokens, position_total, position_tokens, buckets)
+    return sums
 
 
 @contextmanager

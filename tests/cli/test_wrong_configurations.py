@@ -22,7 +22,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "misspelt_options": (
         ["model=nanno", "experiment=k3plan", "data=null", "experiment=null"],
         [
-            "model=nanno: no such option (allowed k3, mini, nano; did you mean model=nano?)",
+            "model=nanno: no such option (allowed k3, k3_30b, mini, nano; did you mean model=nano",
             "experiment=k3plan: no such option (allowed ",
             "data=null: no such option (allowed blend, demo, sample)",
         ],
@@ -268,6 +268,14 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["data.sources=[{name:a},{nam:b,path:c}]", "run.name=a/b"],
         ["data.sources=", "run.name='a/b': must be usable as the name of a folder"],
     ),
+    "replay": (
+        ["resilience.replay_interval=5", "resilience.corruption=skip", "parallel.expert=2"],
+        [
+            "resilience.corruption=skip: a faulty device does not go away by it (allowed warn, ",
+            "resilience.replay_interval=5: compares bit by bit, which needs run.determin",
+            "resilience.replay_interval=5: with parallel.expert > 1 data parallel ranks exchange",
+        ],
+    ),
     "profile": (
         ["train.steps=20", "profile.steps=[0,21]", "profile.ranks=[-1]"],
         [
@@ -316,6 +324,13 @@ def test_the_number_of_ranks_is_checked_when_known() -> None:
     assert text.startswith("ranks=6: must be a multiple of tensor 1 x pipeline 4 x context 1 = 4")
     (text,) = problems(["train.batch_tokens=7680", "train.micro_batch_size=1"], world_size=4)
     assert "data.sequence_length=256 x data parallel=4 = 1024 (nearest 7168 or 8192)" in text
+
+
+def test_a_replay_needs_another_rank_to_compare_with() -> None:
+    words = ["resilience.replay_interval=5", "run.device=cpu", "parallel.tensor=2"]
+    compose(words, world_size=4)
+    (text,) = problems(words, world_size=2)
+    assert "one data parallel rank and nothing to compare it with" in text
 
 
 def test_ranks_that_profile_exist_when_their_number_is_known() -> None:

@@ -105,3 +105,24 @@ def greedy(rank: str) -> None:
         return step(state, *args)
 
     loop.train_step = asking  # type: ignore[assignment]
+
+
+def flip_bit(rank: str) -> None:
+    """From the third step on, one rank's full attention gives one number with a flipped bit."""
+    attend, step = GatedMLA.forward, loop.train_step
+    state = {"faulty": False}
+
+    def training(run: Any, *args: Any) -> Any:
+        values = step(run, *args)
+        state["faulty"] = run.runtime.rank == int(rank) and run.step >= 2
+        return values
+
+    def attending(self: GatedMLA, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        output, bias = attend(self, *args, **kwargs)
+        if state["faulty"]:
+            output = output.clone()
+            bits = output.detach().view(torch.int32)
+            bits[0, 0, 0] ^= 1 << 20
+        return output, bias
+
+    loop.train_step, GatedMLA.forward = training, attending  # type: ignore[assignment,method-assign]
