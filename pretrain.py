@@ -42,13 +42,7 @@ def main(words: Sequence[str]) -> int:
             return sweep([word for word in words if word not in ("-m", "--multirun")])
         return place.process_code(run(compose(words, world_size=place.world_size)))
     except MegatronExtError as error:
-        code = report(
-            error,
-            rank=place.rank,
-            local_rank=place.local_rank,
-            world_size=place.world_size,
-            launched=place.launched,
-        )
+        code = report(error, place)
         # All ranks halt together; other errors may be of this one alone.
         return place.process_code(code) if isinstance(error, TrainingHalted) else code
 

@@ -109,6 +109,9 @@ def rank_environment(environment: Mapping[str, str], *, launch: str) -> dict[str
     """What the ranks of a host are started with beside our own environment."""
     return {
         "OMP_NUM_THREADS": "1",  # as torchrun does, but it warns
+        # Else one store serves all restarts, and a rank may read where another one listened before
+        # it was started again (torch 2.13): hosts then take turns in failing to connect.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **environment,
         "MEGATRON_EXT_LAUNCH": launch,
     }

@@ -213,7 +213,9 @@ def _rank_words(config: RunConfig) -> str:
     if launch.nodes == 1:
         return f"{words} --standalone"
     return (
-        f"{words} --nnodes {launch.nodes} --rdzv-backend c10d --rdzv-endpoint "
+        # As in `command.rank_environment`: a store of its own for every restart.
+        f"env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {words} "
+        f"--nnodes {launch.nodes} --rdzv-backend c10d --rdzv-endpoint "
         '"$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" '
         f"--max-restarts {launch.node_restarts}"
     )

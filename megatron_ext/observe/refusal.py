@@ -8,29 +8,25 @@ from pathlib import Path
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.observe import lock
 from megatron_ext.observe.run_files import write_exit
+from megatron_ext.parallel.environment import Environment
 
 
-def report(
-    error: MegatronExtError, *, rank: int, world_size: int, launched: bool, local_rank: int = 0
-) -> int:
+def report(error: MegatronExtError, place: Environment) -> int:
     """Print an error that a command ended with, and leave `exit.json` where the run has not.
 
-    Args:
-        rank: this one. A wrong configuration is found by all ranks and told by the first.
-        world_size: number of ranks.
-        launched: a launcher hides the exit code of this process, so that `exit.json` is needed
-            even if the run folder has to be made for it.
-        local_rank: this one among those of its host.
+    A wrong configuration is found by all ranks and told by the first; what one host cannot do is
+    told once a host. A launcher hides the exit code of this process, so that `exit.json` is needed
+    even if the run folder has to be made for it.
 
     Returns:
         The exit code.
     """
     everywhere = isinstance(error, ConfigError)
-    if rank == 0 if everywhere else local_rank == 0 or not error.shared:
-        named = world_size > 1 and not everywhere
-        print(f"[rank {rank}] {error}" if named else error, file=sys.stderr)
-    if rank == 0 and error.run_dir is not None:
-        _record(Path(error.run_dir), error, make=launched)
+    if place.rank == 0 if everywhere else place.local_rank == 0 or not error.shared:
+        named = place.world_size > 1 and not everywhere
+        print(f"[rank {place.rank}] {error}" if named else error, file=sys.stderr)
+    if place.rank == 0 and error.run_dir is not None:
+        _record(Path(error.run_dir), error, make=place.launched)
     return error.exit_code
 
 

@@ -124,9 +124,9 @@ def _save(kill: Kill) -> None:
 def _in_writer(kill: Kill, victim: Callable[[], int]) -> None:
     real, saves = writing.with_checksums, [0]
 
-    def counted(request: Any) -> Any:
+    def counted(request: Any, **carried: Any) -> Any:
         saves[0] += 1
-        return real(request)
+        return real(request, **carried)
 
     write, left = checksums.ChecksumStream.write, [1 + int(kill.point * 60)]
 

@@ -38,16 +38,16 @@ def test_a_folder_is_held_by_one_process_until_that_ends(tmp_path: Path) -> None
             hold(tmp_path, wait_seconds=0.3)
         wrong = ConfigError("a: b")
         wrong.run_dir = str(tmp_path)
-        report(wrong, rank=0, world_size=1, launched=True)
+        report(wrong, Environment(rank=0, world_size=1, launched=True))
         assert read_exit(tmp_path) is None, "the run that goes on there has not ended"
     finally:
         process.kill()
         process.join()
     with briefly(tmp_path) as free:
         assert free
-    report(wrong, rank=1, world_size=2, launched=True)
+    report(wrong, Environment(rank=1, world_size=2, launched=True))
     assert read_exit(tmp_path) is None
-    assert report(wrong, rank=0, world_size=1, launched=False) == 20
+    assert report(wrong, Environment(rank=0, world_size=1, launched=False)) == 20
     assert read_exit(tmp_path) == {"code": 20, "reason": str(wrong), "step": 0}
     hold(tmp_path, wait_seconds=0.0)
     hold(tmp_path, wait_seconds=0.0)  # again, by the same process
@@ -56,9 +56,9 @@ def test_a_folder_is_held_by_one_process_until_that_ends(tmp_path: Path) -> None
 def test_a_refusal_makes_the_folder_for_a_launcher_only(tmp_path: Path) -> None:
     wrong = ConfigError("a: b")
     wrong.run_dir = str(tmp_path / "run")
-    report(wrong, rank=0, world_size=1, launched=False)
+    report(wrong, Environment(rank=0, world_size=1, launched=False))
     assert not (tmp_path / "run").exists()
-    report(wrong, rank=0, world_size=2, launched=True)
+    report(wrong, Environment(rank=0, world_size=2, launched=True))
     assert (read_exit(tmp_path / "run") or {})["code"] == 20
 
 
@@ -69,7 +69,7 @@ def test_what_the_ranks_of_a_host_have_met_alike_is_told_once(
     for shared, told in ((False, 4), (True, 2)):
         wrong.shared = shared
         for rank in range(4):
-            report(wrong, rank=rank, local_rank=rank % 2, world_size=4, launched=True)
+            report(wrong, Environment(rank=rank, local_rank=rank % 2, world_size=4, launched=True))
         assert len(capsys.readouterr().err.splitlines()) == told
 
 
