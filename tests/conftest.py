@@ -20,6 +20,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the tables that tests recorded, also those that ran in a worker process."""
     for reports in terminalreporter.stats.values():
         for report in reports:
-            for name, text in getattr(report, "user_properties", ()):
+            called = getattr(report, "when", "") == "call"
+            for name, text in report.user_properties if called else ():
                 if name == "table":
                     terminalreporter.write_line(f"\n{report.nodeid}\n{text}")
