@@ -1,0 +1,77 @@
+"""Scores on a GPU against the second implementation, in float64 on the CPU: every backend is held
+against the same published model. Experts are those of the reference, so that a near choice that
+rounding decides does not hide what else differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.checkpoint.hf.loading import load_folder
+from megatron_ext.config.compose import compose
+from megatron_ext.config.schema import Device
+from megatron_ext.parallel.runtime import Runtime
+from megatron_ext.train.score_pass import Request, build, compute
+from tests.support import hf_configs
+from tests.support.one_rank import one_rank
+from tests.support.reference_files import write_random_folder
+from tests.support.reference_model import ReferenceModel
+from tests.unit.test_score_reference import some_rows
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+GPU = Runtime(0, 1, 0, torch.device("cuda", 0), "nccl")
+# Words, and the largest mean difference of a log-probability. float32 keeps seven digits; the fast
+# kernels of a bf16 model round every tensor to eight bits, through up to 13 layers.
+BACKENDS = {
+    "dense": (["model.kda.backend=dense", "model.kernels.backend=dense"], 1e-4),
+    "triton": (["model.kda.backend=dense", "model.kernels.backend=triton"], 1e-4),
+    "fast": (["run.precision=bf16"], 5e-2),
+}
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Any]:
+    with one_rank(Device.cuda) as collection:
+        yield collection
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", [0, 3, 4, 8])
+def test_scores_are_those_of_the_reference(
+    tmp_path: Path, groups: Any, seed: int, backend: str
+) -> None:
+    fields = hf_configs.random_kind(seed)
+    write_random_folder(tmp_path, fields, seed)
+    rows = some_rows(fields["vocab_size"], seed)
+    truth = ReferenceModel(tmp_path)(rows.tokens, rows.documents)
+    words, allowed = BACKENDS[backend]
+    config = compose(
+        [
+            f"model={tmp_path}/config.json",
+            "run.mode=score",
+            "run.device=cuda",
+            "score.tokens=none",
+            "score.output=neither",
+            *words,
+        ]
+    )
+    chunks = build(config, groups, vocab_size=fields["vocab_size"])
+    load_folder(tmp_path, chunks, groups)
+    routing = {
+        layer: np.concatenate([routes[layer].experts.int().numpy() for routes in truth.routes])
+        for layer in truth.routes[0]
+    }
+    request = Request(rows, routing, fields["vocab_size"])
+    scores = compute(config, request, chunks, groups, GPU)
+    expected = torch.cat(truth.log_probabilities).detach()
+    found = scores.log_probabilities.cpu()
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert (found - expected).abs().nanmean() <= allowed
