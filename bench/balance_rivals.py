@@ -74,7 +74,7 @@ class RouterGradients:
                 total.add_(gradient)
             return loss
 
-        router.balancer.auxiliary_loss = auxiliary_loss  # type: ignore[method-assign]  # to watch it
+        router.balancer.auxiliary_loss = auxiliary_loss
 
     def cosine(self, tokens: int) -> float:
         """Between both, mean over layers, before the update; forgets the step. NaN: no loss.

@@ -139,7 +139,7 @@ def _in_writer(kill: Kill, victim: Callable[[], int]) -> None:
     from megatron_ext.checkpoint import save
 
     save.with_checksums = counted
-    checksums.ChecksumStream.write = writing_one  # type: ignore[method-assign]
+    checksums.ChecksumStream.write = writing_one
 
 
 def _writing(kill: Kill) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import local
-from launch.command import count_gpus, is_this_host, rank_command
+from launch.command import count_gpus, is_this_host, rank_command, rank_environment
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.errors import ConfigError
 
@@ -174,6 +174,8 @@ def test_hosts_meet_at_the_first_one() -> None:
     assert words[words.index("--rdzv-conf") + 1].startswith("is_host=1,")
     assert words[words.index("--local-addr") + 1] == "10.0.0.1"
     assert words[words.index("--rdzv-id") + 1] == "job"
+    around = rank_environment({}, launch="job")
+    assert around["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", "restarts share no store"
     words = command(config(nodes=2, host="10.0.0.1", address="10.0.0.2"), ranks=1)
     assert words[words.index("--rdzv-endpoint") + 1] == "10.0.0.1:29400"
     assert words[words.index("--rdzv-conf") + 1].startswith("is_host=0,")

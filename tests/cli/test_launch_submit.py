@@ -27,8 +27,8 @@ import json, os, pathlib, signal, sys, time
 if sys.argv[1:3] == ["-m", "launch.ending"]:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 folder = pathlib.Path({folder!r})
-keys = ("MASTER_ADDR", "MASTER_PORT", "MEGATRON_EXT_LAUNCH")
-call = {{"words": sys.argv[1:], **{{key: os.environ[key] for key in keys}}}}
+keys = ("MASTER_ADDR", "MASTER_PORT", "MEGATRON_EXT_LAUNCH", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+call = {{"words": sys.argv[1:], **{{key: os.environ.get(key) for key in keys}}}}
 with (folder / "calls").open("a") as file:
     file.write(json.dumps(call) + "\\n")
 run = pathlib.Path([w for w in sys.argv if w.startswith("run.dir=")][-1][9:-1])
@@ -109,6 +109,7 @@ def test_ranks_meet_at_the_first_host_and_words_arrive_as_they_are(tmp_path: Pat
     line = first["words"]
     assert line[line.index("--rdzv-endpoint") + 1] == "n7:14711"
     assert line[line.index("--rdzv-id") + 1] == "4711-0"
+    assert first["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", "restarts share no store"
     assert words[2] in line
     assert line[-1] == f"run.dir='{run}'"
 

@@ -27,7 +27,7 @@ def bad_data(position: str) -> None:
         output, bias = forward(self, *args, **kwargs)
         return (output * float("nan") if state["bad"] else output), bias
 
-    TokenStream.read, GatedMLA.forward = reading, attending  # type: ignore[method-assign]
+    TokenStream.read, GatedMLA.forward = reading, attending
 
 
 def slow(seconds: str) -> None:
@@ -38,7 +38,7 @@ def slow(seconds: str) -> None:
         time.sleep(float(seconds))
         return step(*args)
 
-    loop.train_step = slower  # type: ignore[assignment]
+    loop.train_step = slower
 
 
 def hang(rank: str) -> None:
@@ -51,7 +51,7 @@ def hang(rank: str) -> None:
             time.sleep(600)
         return step(state, *args)
 
-    loop.train_step = sleeping  # type: ignore[assignment]
+    loop.train_step = sleeping
 
 
 def stop_after_saving(step: str) -> None:
@@ -80,7 +80,7 @@ def slow_rank(rank: str) -> None:
         time.sleep(seconds)
         return forward(self, *args, **kwargs)
 
-    loop.train_step, GatedMLA.forward = training, attending  # type: ignore[assignment,method-assign]
+    loop.train_step, GatedMLA.forward = training, attending
 
 
 def fail_last_evaluation(_: str) -> None:
@@ -104,7 +104,7 @@ def greedy(rank: str) -> None:
             torch.empty(1 << 55)
         return step(state, *args)
 
-    loop.train_step = asking  # type: ignore[assignment]
+    loop.train_step = asking
 
 
 def flip_bit(rank: str) -> None:
@@ -125,4 +125,4 @@ def flip_bit(rank: str) -> None:
             bits[0, 0, 0] ^= 1 << 20
         return output, bias
 
-    loop.train_step, GatedMLA.forward = training, attending  # type: ignore[assignment,method-assign]
+    loop.train_step, GatedMLA.forward = training, attending

@@ -18,7 +18,7 @@ ALONE = TokenGroup()
 
 
 def build(rule: BalanceRule, **options: float) -> Balancer:
-    values = BalanceOptions(rule=rule, **options)  # type: ignore[arg-type]
+    values = BalanceOptions(rule=rule, **options)
     return build_balancer(values, num_experts=EXPERTS, top_k=TOP_K, device="cpu")
 
 

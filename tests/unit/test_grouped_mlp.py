@@ -119,8 +119,10 @@ def test_transformer_engine_is_never_replaced(monkeypatch) -> None:
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda _: True)
     with pytest.raises(ConfigError, match="needs a CUDA device, the tensors are on cpu"):
         resolve_backend(asked, torch.device("cpu"), **options)
-    old = lambda A, B, out, out_dtype, workspaces, layout="TN", m_splits=None: None  # noqa: E731, N803 (a stand-in)
-    monkeypatch.setattr(engine, "grouped_gemm", lambda: old)
+
+    def older(a, b, out, out_dtype, workspaces, layout="TN", m_splits=None): ...
+
+    monkeypatch.setattr(engine, "grouped_gemm", lambda: older)
     with pytest.raises(ConfigError, match="has no grad, quantization_params, single_output"):
         resolve_backend(asked, torch.device("cuda"), **options)
 

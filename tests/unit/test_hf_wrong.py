@@ -95,7 +95,7 @@ OTHER_SHARD = {"model.norm.weight": "model-00001-of-00002.safetensors"}
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (_truncate, "00002-of-00002.safetensors: has .* bytes, not the"),
     "no_header": (
-        lambda f: (f / "model-00001-of-00002.safetensors").write_bytes(b"12"),  # type: ignore[func-returns-value]
+        lambda f: (f / "model-00001-of-00002.safetensors").write_bytes(b"12"),
         "00001-of-00002.safetensors: not a readable safetensors file",
     ),
     "no_shard": (
@@ -104,7 +104,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "wrong_shard": (_edit_index(lambda m: m.update(OTHER_SHARD)), "norm.weight: is in model-00002"),
     "not_indexed": (
-        _edit_index(lambda m: m.pop("model.norm.weight")),  # type: ignore[arg-type, return-value]
+        _edit_index(lambda m: m.pop("model.norm.weight")),
         "norm.weight: is in model-00002-of-00002.safetensors, by the index in no file",
     ),
     "not_there": (

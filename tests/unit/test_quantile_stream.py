@@ -172,7 +172,7 @@ def test_numbers_out_of_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(
         ValueError, match=re.escape(next(iter(wrong)).replace("resolution", "number"))
     ):
-        QuantileBalancer(BINS, **wrong)  # type: ignore[arg-type]  # wrong on purpose
+        QuantileBalancer(BINS, **wrong)
 
 
 def test_the_example_levels_a_skewed_stream_without_megatron_core() -> None:

@@ -128,12 +128,13 @@ def grouped_mlp(
     def linear(rows: Tensor, weight: Tensor) -> Tensor:
         if chosen is ExpertBackend.grouped_mm:
             return fused.fused_linear(rows, weight, ends)
-        # torch's `apply` lacks types
         if chosen is ExpertBackend.transformer_engine:
             product = engine.grouped_gemm()
-            out: Tensor = engine.EngineLinear.apply(rows, weight, sizes, product)  # type: ignore[no-untyped-call]
+            out: Tensor = engine.EngineLinear.apply(  # type: ignore[no-untyped-call]  # torch's
+                rows, weight, sizes, product
+            )
         else:
-            out = LoopLinear.apply(rows, weight, sizes)  # type: ignore[no-untyped-call]
+            out = LoopLinear.apply(rows, weight, sizes)  # type: ignore[no-untyped-call]  # torch's
         return out
 
     kernels = kernels or KernelOptions()
