@@ -13,14 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-# NCCL refuses two ranks on one GPU of one host: each claims a host of its own.
-SHARED_GPU = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-}
+from megatron_ext.parallel.environment import variables_of_shared_gpu
 
 
 class RankFailedError(Exception):
@@ -61,7 +54,7 @@ def run_ranks(
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
             place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         if shared:
-            place |= {**SHARED_GPU, "NCCL_HOSTID": f"rank-{rank}"}
+            place |= variables_of_shared_gpu(rank)
         error = errors / f"error.{rank}"
         processes.append(context.Process(target=_rank, args=(place, error, function, arguments)))
     for process in processes:

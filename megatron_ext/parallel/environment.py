@@ -89,3 +89,19 @@ def read_environment() -> Environment:
             **launch,
         )
     return Environment(**launch)
+
+
+def variables_of_shared_gpu(rank: int) -> dict[str, str]:
+    """What NCCL must be told where ranks share a GPU, which is meant for correctness tests.
+
+    It refuses two ranks on one GPU of one host, so each claims a host of its own and talks to the
+    others through the loopback interface.
+    """
+    return {
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+    }

@@ -38,6 +38,7 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import MicroBatch
 from megatron_ext.model.init import named_shards
 from megatron_ext.parallel import runtime
+from megatron_ext.parallel.environment import variables_of_shared_gpu
 from megatron_ext.plan.hops import sent_by
 from megatron_ext.train import share
 from megatron_ext.train import state as build
@@ -65,15 +66,6 @@ from tests.support.layout_cases import (
     truth_of,
 )
 from tests.support.routing import PAD, Replay
-
-# NCCL refuses two ranks on one GPU of one host: each claims a host of its own.
-SHARED_GPU = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-}
 
 
 def main() -> None:
@@ -106,7 +98,7 @@ def fork_rank(folder: Path, case: str, config: RunConfig, rank: int, ranks: int,
         place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in place.items()}
         if 0 < torch.cuda.device_count() < ranks:
-            os.environ |= {**SHARED_GPU, "NCCL_HOSTID": f"rank-{rank}"}
+            os.environ |= variables_of_shared_gpu(rank)
     run_rank(folder, case, config)
     sys.exit(0)
 
