@@ -1,22 +1,38 @@
 """Speed and accuracy of KDA on this machine: python bench/kda.py [--json FILE].
 
-On a GPU with fla: the bounded and the unbounded gate at 96 heads x 8192 tokens and 12 x 65536, in
-bfloat16, with the floor of the arithmetic. Elsewhere: the dense path at the size of the nano model.
-Medians of repeated runs after warm-ups (fla tries kernel variants at first use of a shape).
+Every backend that runs here, on the same inputs: errors against the float64 recurrence, then times
+with norm, gate and write strength. On a GPU bfloat16 at 96 heads x 8192 tokens and 12 x 65536, 128
+wide, with the floor of the arithmetic, under a fast and a slow decay: cudnn's forward pass cuts a
+sequence in pieces only where a state is soon forgotten. Elsewhere: the dense path at the size of
+the nano model. Medians after warm-ups (fla tries kernel variants at the first use of a shape).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import time
+import traceback
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from common import H200_BANDWIDTH, H200_FLOPS, machine, milliseconds, relative_error, start
+from common import (
+    H200_BANDWIDTH,
+    H200_FLOPS,
+    Row,
+    extra_gib,
+    finish,
+    free_memory,
+    gpu_kernels,
+    milliseconds,
+    start,
+)
 from torch import Tensor
 
 from megatron_ext.config.schema import Gate, KdaBackend
-from megatron_ext.ops.kda import kda, resolve_backend
+from megatron_ext.ops.kda import cudnn, fla, kda
+from megatron_ext.ops.kda.check import Problem, errors, rejection
 
 # Cost of a token and head at width 128, chunk 64, bfloat16 in and out (backward recomputes).
 FORWARD_FLOP, FORWARD_BYTES = 184_320, 1_282
@@ -24,10 +40,25 @@ BACKWARD_FLOP, BACKWARD_BYTES = 475_136, 2_308
 
 GPU_SIZES = ((96, 8192, 128), (12, 65536, 128))
 CPU_SIZES = ((4, 8192, 32),)
+# Added to the gate's input: a decay of 2.5 nats a token on average, or of 0.01.
+DECAYS = {"fast": 0.0, "slow": -6.0}
+INPUTS = {
+    "normal": {"gate_spread": 1.0},
+    "mixed gates": {"gate_spread": 8.0},
+    "slow decay": {"gate_spread": 0.5, "gate_shift": -6.0},
+    "near-identical keys, slow": {"gate_spread": 0.5, "gate_shift": -6.0, "same_keys": True},
+    "two documents": {"documents": True},
+}
 
 
 def inputs(
-    heads: int, tokens: int, width: int, *, device: torch.device, dtype: torch.dtype
+    heads: int,
+    tokens: int,
+    width: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    gate_shift: float = 0.0,
 ) -> list[Tensor]:
     """q, k, v, z, beta logits, A_log, dt_bias of one row of tokens, needing gradients."""
     generator = torch.Generator(device).manual_seed(0)
@@ -36,7 +67,7 @@ def inputs(
         return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
     row = (1, tokens, heads, width)
-    tensors = [draw(*row), draw(*row), draw(*row), draw(*row), draw(1, tokens, heads)]
+    tensors = [draw(*row), draw(*row), draw(*row), draw(*row) + gate_shift, draw(1, tokens, heads)]
     tensors += [torch.zeros(heads, device=device), torch.zeros(heads, width, device=device)]
     return [x.requires_grad_() for x in tensors]
 
@@ -55,87 +86,144 @@ def floor(heads: int, tokens: int, *, backward: bool) -> float:
     return 1e3 * heads * tokens * (forward + extra)
 
 
-def accuracy(
-    *, gate: Gate, backend: KdaBackend, device: torch.device, dtype: torch.dtype, width: int
-) -> dict[str, float]:
-    """Relative L2 error of the output and of the gradients of q, k, v, z, beta (256 tokens)."""
-
-    def run(tensors: list[Tensor], used: KdaBackend) -> list[Tensor]:
-        o = call(tensors, gate=gate, backend=used)
-        weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
-        return [o, *torch.autograd.grad(o, tensors[:5], weight)]
-
-    tensors = inputs(2, 256, width, device=device, dtype=dtype)
-    exact = run([x.detach().cpu().double().requires_grad_() for x in tensors], KdaBackend.reference)
-    found = run(tensors, backend)
-    names = ("o", "dq", "dk", "dv", "dz", "dbeta")
-    return {
-        name: relative_error(a.cpu(), b) for name, a, b in zip(names, found, exact, strict=True)
+def candidates(device: torch.device, *, width: int, wanted: Sequence[str]) -> list[KdaBackend]:
+    """What runs here, the slowest first; says why others do not."""
+    missing = {
+        KdaBackend.fla: [] if fla.available(device) else ["needs a GPU and the package fla-core"],
+        KdaBackend.cudnn: cudnn.misfits(device, head_dim=width, gate=Gate.bounded),
     }
+    for backend, reasons in missing.items():
+        if reasons:
+            print(f"left out: {backend.value} {'; '.join(reasons)}")
+    found = [backend for backend, reasons in missing.items() if not reasons]
+    if device.type == "cpu":
+        found.append(KdaBackend.dense)
+    return [backend for backend in found if not wanted or backend.value in wanted]
+
+
+def accuracy(
+    backends: Sequence[KdaBackend], *, device: torch.device, dtype: torch.dtype, width: int
+) -> list[Row]:
+    """Relative L2 errors of the output and the gradients of the raw inputs, 512 tokens, 4 heads."""
+    rows: list[Row] = []
+    for name, options in INPUTS.items():
+        problem = Problem(heads=4, tokens=512, width=width, **options)
+        for backend in backends:
+            row: Row = {"input": name, "backend": backend.value}
+            rows.append(row | errors(problem, backend=backend, device=device, dtype=dtype))
+    return rows
+
+
+def checks(
+    backends: Sequence[KdaBackend], sizes: Sequence[tuple[int, int, int]], device: torch.device
+) -> list[Row]:
+    """Seconds that the check at the start of a run takes, first and later, and its verdict."""
+    rows: list[Row] = []
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for heads, tokens, width in sizes:
+        for backend in backends:
+            problem, seconds = Problem(heads=heads, tokens=tokens, width=width), []
+            for _ in range(2):
+                begin = time.perf_counter()
+                reason = rejection(problem, backend=backend, device=device, dtype=dtype)
+                seconds.append(time.perf_counter() - begin)
+            row: Row = {"backend": backend.value, "heads x tokens": f"{heads} x {tokens}"}
+            rows.append(
+                row | {"first s": seconds[0], "later s": seconds[1], "found": reason or "sound"}
+            )
+            free_memory()
+    return rows
+
+
+def times(
+    backend: KdaBackend,
+    gate: Gate,
+    decay: str,
+    size: tuple[int, int, int],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int,
+) -> Row:
+    """One row of the table of times."""
+    heads, tokens, width = size
+    row: Row = {
+        "backend": backend.value,
+        "gate": gate.value,
+        "decay": decay,
+        "heads x tokens": f"{heads} x {tokens}",
+    }
+    tensors = inputs(heads, tokens, width, device=device, dtype=dtype, gate_shift=DECAYS[decay])
+    upstream = torch.randn(1, tokens, heads, width, device=device, dtype=dtype)
+    forward = partial(call, tensors, gate=gate, backend=backend)
+
+    def both() -> object:
+        return torch.autograd.grad(forward(), tensors, upstream)
+
+    with torch.no_grad():
+        row["forward ms"] = milliseconds(forward, device=device, repeats=repeats)
+    row["both ms"] = milliseconds(both, device=device, repeats=repeats)
+    row["tokens/s"] = 1e3 * tokens / row["both ms"]
+    if width == 128:
+        row["H200 floor ms"] = floor(heads, tokens, backward=True)
+        row["x floor"] = row["both ms"] / row["H200 floor ms"]
+    if device.type == "cuda":
+        found = gpu_kernels(both)
+        row |= {"GPU ms": found.milliseconds, "kernels": found.launches}
+        row["extra GiB"] = extra_gib(both, device=device)
+        print(f"\nkernels of {backend.value} {gate.value} {decay} {heads} x {tokens}, ms:")
+        for event in found.events[:14]:
+            print(f"  {event.self_device_time_total / 1e3:7.3f} {event.count:3} {event.key[:90]}")
+    return row
 
 
 def main() -> None:
-    """Measures and prints, the table last."""
+    """Measures and prints; what fails is told at the end, with the rest."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     parser.add_argument("--repeats", type=int, default=10, help="timed runs a row")
-    parser.add_argument("--only", default="", help="one row, as 96x8192:bounded")
+    parser.add_argument("--backends", default="", help="of these only, as fla,cudnn")
+    parser.add_argument("--only", default="", help="rows whose words hold this, as 96x8192:bounded")
     options = parser.parse_args()
     device = start()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
-    rows: list[dict[str, object]] = []
-    for gate in (Gate.bounded, Gate.softplus):
-        if not (options.only or gate.value).endswith(gate.value):
-            continue
-        width = sizes[0][2]
-        backend = resolve_backend(KdaBackend.auto, device, head_dim=width, gate=gate)
-        error = accuracy(gate=gate, backend=backend, device=device, dtype=dtype, width=width)
-        shown = "  ".join(f"{name} {value:.1e}" for name, value in error.items())
-        print(f"error against float64, {backend.value} {gate.value}: {shown}", flush=True)
-        for heads, tokens, width in sizes:
-            if options.only not in ("", f"{heads}x{tokens}:{gate.value}"):
-                continue
-            tensors = inputs(heads, tokens, width, device=device, dtype=dtype)
-            upstream = torch.randn(1, tokens, heads, width, device=device, dtype=dtype)
+    width = sizes[0][2]
+    wanted = [x for x in options.backends.split(",") if x]
+    tables: dict[str, list[Row]] = {"errors": [], "checks": [], "times": []}
+    failures: list[str] = []
+    for backend in candidates(device, width=width, wanted=wanted):
 
-            def forward(gate: Gate = gate, x: list[Tensor] = tensors) -> Tensor:
-                return call(x, gate=gate, backend=KdaBackend.auto)
+        def attempt(
+            what: str, table: str, function: partial[object], name: str = backend.value
+        ) -> None:
+            try:
+                found = function()
+                tables[table] += found if isinstance(found, list) else [found]
+            # One backend that fails must not cost the numbers of the others; the exit code says it.
+            except Exception as failure:
+                traceback.print_exc()
+                failures.append(f"{name} {what}: {type(failure).__name__}: {failure}")
+            free_memory()
 
-            def both(x: list[Tensor] = tensors, grad: Tensor = upstream) -> object:
-                return torch.autograd.grad(forward(), x, grad)
-
-            with torch.no_grad():
-                forward_ms = milliseconds(forward, device=device, repeats=options.repeats)
-            both_ms = milliseconds(both, device=device, repeats=options.repeats)
-            rows.append(
-                {
-                    "backend": backend.value,
-                    "gate": gate.value,
-                    "heads": heads,
-                    "tokens": tokens,
-                    "width": width,
-                    "forward_ms": forward_ms,
-                    "forward_backward_ms": both_ms,
-                    "tokens_per_second": 1e3 * tokens / both_ms,
-                    "floor_ms": floor(heads, tokens, backward=True) if width == 128 else None,
-                    "error": error,
-                }
-            )
-    print(f"\n{machine()}, {dtype}")
-    print(
-        f"{'backend':8} {'gate':9} {'heads x tokens':>15} {'fwd ms':>8} {'fwd+bwd ms':>11} "
-        f"{'tokens/s':>10} {'H200 floor ms':>14}"
-    )
-    for row in rows:
-        least = f"{row['floor_ms']:.2f}" if row["floor_ms"] is not None else "-"
-        print(
-            f"{row['backend']:8} {row['gate']:9} {row['heads']:>6} x {row['tokens']:<6} "
-            f"{row['forward_ms']:8.2f} {row['forward_backward_ms']:11.2f} "
-            f"{row['tokens_per_second']:10.0f} {least:>14}"
+        attempt(
+            "errors",
+            "errors",
+            partial(accuracy, [backend], device=device, dtype=dtype, width=width),
         )
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
+        attempt("check", "checks", partial(checks, [backend], sizes, device))
+        gates = [Gate.bounded] if backend is KdaBackend.cudnn else [Gate.bounded, Gate.softplus]
+        for gate in gates:
+            for decay in DECAYS:
+                for size in sizes:
+                    label = f"{size[0]}x{size[1]}:{gate.value}:{decay}"
+                    if options.only not in label or (gate is Gate.softplus and decay == "slow"):
+                        continue
+                    work = partial(times, backend, gate, decay, size, device=device, dtype=dtype)
+                    attempt(label, "times", partial(work, repeats=options.repeats))
+    tables["errors"].sort(key=lambda row: list(INPUTS).index(row["input"]))
+    tables["times"].sort(key=lambda row: (row["heads x tokens"], row["gate"], row["decay"]))
+    finish(tables, failures=failures, json_file=options.json)
 
 
 if __name__ == "__main__":

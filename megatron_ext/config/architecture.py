@@ -39,6 +39,13 @@ class KdaBackend(Enum):
     reference = "reference"
     dense = "dense"
     fla = "fla"
+    cudnn = "cudnn"  # by name only: fast, with a less accurate gradient of the gate
+
+
+class KdaCheck(Enum):
+    auto = "auto"  # what is made of kernels: fla and cudnn
+    always = "always"
+    never = "never"
 
 
 class AttentionBackend(Enum):
@@ -117,9 +124,16 @@ class KdaOptions:
     output_gate: OutputGate = option(OutputGate.full_rank, "K3 is full rank, Kimi Linear low rank")
     output_gate_rank: int = option(32, "Rank of a low-rank output gate")
     backend: KdaBackend = option(
-        KdaBackend.auto, "auto: fla on a GPU that has it, else (and if deterministic) dense"
+        KdaBackend.auto,
+        "auto: fla on a GPU that has it, else (and if deterministic) dense; cudnn: Hopper, bf16, "
+        "heads of 128, a bounded gate",
     )
     require: bool = option(False, "Make a fallback of the backend an error")
+    check: KdaCheck = option(
+        KdaCheck.auto,
+        "Before the first step compare the backend with the formula in float64 on the same input, "
+        "and stop where it is too far off; auto: fla and cudnn",
+    )
 
 
 @dataclass

@@ -30,7 +30,6 @@ from megatron_ext.config.schema import (
     AttentionPattern,
     Device,
     ExpertBackend,
-    Gate,
     KdaBackend,
     KernelBackend,
     Mode,
@@ -40,10 +39,9 @@ from megatron_ext.config.schema import (
 from megatron_ext.config.trainable import trainable_problems
 from megatron_ext.config.validate_balance import balance_problems
 from megatron_ext.config.validate_experts import expert_problems
+from megatron_ext.config.validate_kda import kda_problems
 from megatron_ext.config.validate_residual import residual_problems
 from megatron_ext.errors import ConfigError
-
-FLA_LARGEST_HEAD = 256
 
 
 def validate(config: RunConfig, world_size: int | None) -> None:
@@ -126,25 +124,27 @@ def _run(config: RunConfig) -> Iterator[Problem]:
             "run.deterministic=true does (nearest model.kda.backend=dense)",
             ("model.kda.require", "model.kda.backend", "run.deterministic"),
         )
-    # Key, backend, whether it is deterministic, what is allowed instead.
+    # Key, backend, why it is left out of deterministic runs, what is allowed instead.
+    wrong, unknown = "is not deterministic", "was not shown to be deterministic"
     on_gpus = (
-        ("model.kernels.backend", KernelBackend.triton, True, "reference, dense, auto"),
-        ("model.kda.backend", KdaBackend.fla, False, "reference, dense, auto"),
-        ("model.mla.backend", AttentionBackend.transformer_engine, False, "sdpa, auto"),
-        ("model.experts.backend", ExpertBackend.grouped_mm, True, "loop, auto"),
+        ("model.kernels.backend", KernelBackend.triton, "", "reference, dense, auto"),
+        ("model.kda.backend", KdaBackend.fla, wrong, "reference, dense, auto"),
+        ("model.kda.backend", KdaBackend.cudnn, unknown, "reference, dense, auto"),
+        ("model.mla.backend", AttentionBackend.transformer_engine, wrong, "sdpa, auto"),
+        ("model.experts.backend", ExpertBackend.grouped_mm, "", "loop, auto"),
         (
             "model.experts.backend",
             ExpertBackend.transformer_engine,
-            False,
+            wrong,
             "loop, grouped_mm, auto",
         ),
     )
-    for key, backend, deterministic, allowed in on_gpus:
+    for key, backend, random, allowed in on_gpus:
         if value_of(config, key) is not backend:
             continue
-        if config.run.deterministic and not deterministic:
+        if config.run.deterministic and random:
             yield Problem(
-                f"{key}={backend.name}: is not deterministic, and run.deterministic=true was "
+                f"{key}={backend.name}: {random}, and run.deterministic=true was "
                 f"given (allowed {allowed}; or run.deterministic=false)",
                 ("run.deterministic", key),
             )
@@ -157,7 +157,7 @@ def _run(config: RunConfig) -> Iterator[Problem]:
 
 
 def _model(config: RunConfig) -> Iterator[Problem]:
-    model, kda = config.model, config.model.kda
+    model = config.model
     full = model.full_attention_layers
     if full is not None and (
         model.attention is not AttentionPattern.interleaved
@@ -171,29 +171,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         )
     kinds = set(layer_kinds(model))
     if LayerKind.kda in kinds or LayerKind.gated in kinds:
-        if kda.gate is not Gate.softplus and not -5.0 <= kda.lower_bound < 0.0:
-            yield Problem(
-                f"model.kda.lower_bound={kda.lower_bound:g}: must be in [-5, 0) for "
-                f"model.kda.gate={kda.gate.name}, since 16 tokens at a stronger decay leave the "
-                f"range of bfloat16 (nearest {'-5' if kda.lower_bound < -5 else '-0.1'}; or "
-                "model.kda.gate=softplus, which is unbounded and slower)",
-                ("model.kda.lower_bound", "model.kda.gate"),
-            )
-        for key in ("model.kda.head_dim", "model.kda.value_dim"):
-            size = value_of(config, key)
-            if kda.backend is KdaBackend.fla and isinstance(size, int) and size > FLA_LARGEST_HEAD:
-                yield Problem(
-                    f"{key}={size}: must be at most {FLA_LARGEST_HEAD} for model.kda.backend=fla "
-                    f"(nearest {FLA_LARGEST_HEAD}; or model.kda.backend=dense)",
-                    (key, "model.kda.backend"),
-                )
-        if kda.value_dim != kda.head_dim:
-            yield Problem(
-                f"model.kda.value_dim={kda.value_dim}: must be model.kda.head_dim={kda.head_dim}, "
-                "since queries, keys and values are projected together and share one width "
-                f"(nearest {kda.head_dim}; or model.kda.head_dim={kda.value_dim})",
-                ("model.kda.value_dim", "model.kda.head_dim"),
-            )
+        yield from kda_problems(config)
     if model.vocab_size is not None and model.vocab_size % VOCAB_MULTIPLE:
         yield Problem(
             f"model.vocab_size={model.vocab_size}: must be a multiple of {VOCAB_MULTIPLE} "

@@ -28,6 +28,7 @@ FREE = {
     "model.kda.gate_init",
     "model.kda.backend",
     "model.kda.require",
+    "model.kda.check",
     "model.mla.backend",
     "model.mla.require",
     "model.experts.router_matmul",

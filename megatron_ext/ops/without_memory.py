@@ -104,6 +104,26 @@ def kda(
     return out, final[0] if final else None
 
 
+def cudnn_kda(
+    inputs: list[Tensor], offsets: Tensor, state: Tensor | None, *, output_final_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """cuDNN's operator of q, k, v, g, beta [B * T, H, ...] in `ops.kda.cudnn`: keeps its inputs.
+
+    Its workspace, taken in the backward pass, is from the frontend's source (1.32): six vectors a
+    token and head, and of each chunk two states, one transition and one product.
+    """
+    q, _, v, _, _ = inputs
+    (tokens, heads, key), documents = q.shape, len(offsets) - 1
+    made = [torch.empty_like(v)]
+    if output_final_state:
+        made.append(q.new_empty(documents, heads, key, key, dtype=torch.float32))
+    chunks = heads * (tokens // KDA_CHUNK + documents)
+    scratch = 12 * q.numel() + chunks * (2 * (KDA_CHUNK**2 + 3 * key * key) + 4 * key)
+    given = (*inputs, state)
+    out, *final = _run(made, given, kept=(*given, offsets), scratch=scratch)
+    return out, final[0] if final else None
+
+
 def short_conv(x: Tensor, weight: Tensor) -> Tensor:
     """fla's causal convolution with SiLU: keeps its input, computes the sum before SiLU again."""
     return _run([torch.empty_like(x)], (x, weight), kept=(x, weight))[0]

@@ -34,6 +34,7 @@ from megatron_ext.parallel.mesh import build_mesh
 from megatron_ext.parallel.runtime import Runtime
 from megatron_ext.resilience.health import Health
 from megatron_ext.train import balance
+from megatron_ext.train.accuracy import check_kda
 from megatron_ext.train.curriculum import WHOLE_RUN, Stage, stage_of
 
 
@@ -177,7 +178,8 @@ def build_state(
 
     Raises:
         ConfigError: the layout does not fit the ranks, the vocabulary not the tokenizer, a length
-            of evaluation not the data, or what is to be trained not the model.
+            of evaluation not the data, or what is to be trained not the model; or the backend of
+            KDA is too inaccurate here.
         DataError: a source cannot be read.
     """
     mesh = mesh or build_mesh(
@@ -190,6 +192,7 @@ def build_state(
         for split in ("train", "held_out")
     )
     check_probe_lengths(config, held_out_data)
+    check_kda(config, runtime.device)
     tc = transformer_config(config)
     chunks = build_chunks(config, tc, mesh, vocab_size=vocab_size)
     initialize(chunks, seed=config.run.seed)

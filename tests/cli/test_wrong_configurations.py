@@ -90,6 +90,21 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "model.mla.backend=transformer_engine: is not deterministic",
         ],
     ),
+    "cudnn": (
+        [
+            "model.kda.backend=cudnn",
+            "model.kda.gate=softplus",
+            "run.deterministic=true",
+            "run.device=cpu",
+        ],
+        [
+            "model.kda.backend=cudnn: was not shown to be deterministic",
+            "model.kda.backend=cudnn: needs a GPU, and run.device=cpu was given",
+            "model.kda.head_dim=32: must be 128 for model.kda.backend=cudnn",
+            "model.kda.gate=softplus: must be bounded or bounded_plain for model.kda.backend=cudnn",
+            "run.precision=fp32: must be bf16 for model.kda.backend=cudnn",
+        ],
+    ),
     "backends_of_others": (
         ["model.experts.backend=fla"],
         [

@@ -1,0 +1,65 @@
+"""Rules of linear attention. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ext.config.problem import Problem
+from megatron_ext.config.schema import Gate, KdaBackend, KdaOptions, Precision, RunConfig
+
+FLA_LARGEST_HEAD = 256
+CUDNN_HEAD = 128
+
+
+def kda_problems(config: RunConfig) -> Iterator[Problem]:
+    """What is wrong with `model.kda`, for a model that has such layers."""
+    kda = config.model.kda
+    if kda.gate is not Gate.softplus and not -5.0 <= kda.lower_bound < 0.0:
+        yield Problem(
+            f"model.kda.lower_bound={kda.lower_bound:g}: must be in [-5, 0) for "
+            f"model.kda.gate={kda.gate.name}, since 16 tokens at a stronger decay leave the "
+            f"range of bfloat16 (nearest {'-5' if kda.lower_bound < -5 else '-0.1'}; or "
+            "model.kda.gate=softplus, which is unbounded and slower)",
+            ("model.kda.lower_bound", "model.kda.gate"),
+        )
+    if kda.backend is KdaBackend.cudnn:
+        yield from _cudnn(kda, config.run.precision)
+    for key, size in (
+        ("model.kda.head_dim", kda.head_dim),
+        ("model.kda.value_dim", kda.value_dim),
+    ):
+        if kda.backend is KdaBackend.fla and size > FLA_LARGEST_HEAD:
+            yield Problem(
+                f"{key}={size}: must be at most {FLA_LARGEST_HEAD} for model.kda.backend=fla "
+                f"(nearest {FLA_LARGEST_HEAD}; or model.kda.backend=dense)",
+                (key, "model.kda.backend"),
+            )
+    if kda.value_dim != kda.head_dim:
+        yield Problem(
+            f"model.kda.value_dim={kda.value_dim}: must be model.kda.head_dim={kda.head_dim}, "
+            "since queries, keys and values are projected together and share one width "
+            f"(nearest {kda.head_dim}; or model.kda.head_dim={kda.value_dim})",
+            ("model.kda.value_dim", "model.kda.head_dim"),
+        )
+
+
+def _cudnn(kda: KdaOptions, precision: Precision) -> Iterator[Problem]:
+    if kda.head_dim != CUDNN_HEAD:
+        yield Problem(
+            f"model.kda.head_dim={kda.head_dim}: must be {CUDNN_HEAD} for model.kda.backend=cudnn "
+            f"(nearest {CUDNN_HEAD}, with model.kda.value_dim; or model.kda.backend=auto)",
+            ("model.kda.head_dim", "model.kda.backend"),
+        )
+    if kda.gate is Gate.softplus:
+        yield Problem(
+            "model.kda.gate=softplus: must be bounded or bounded_plain for "
+            "model.kda.backend=cudnn, whose kernel overflows where 16 tokens decay by more than 88 "
+            "nats (nearest bounded; or model.kda.backend=auto)",
+            ("model.kda.gate", "model.kda.backend"),
+        )
+    if precision is not Precision.bf16:
+        yield Problem(
+            f"run.precision={precision.name}: must be bf16 for model.kda.backend=cudnn, whose "
+            "queries, keys and values are bfloat16 (nearest bf16; or model.kda.backend=auto)",
+            ("run.precision", "model.kda.backend"),
+        )
