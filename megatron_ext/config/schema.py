@@ -204,6 +204,12 @@ class TrainOptions:
     loss_chunk_tokens: int | None = option(
         None, "Tokens whose logits exist at once; default: 256 MiB of them", unit="tokens"
     )
+    expert_chunk_tokens: int | None = option(
+        None,
+        "Tokens of a rank that are at the experts at once; the backward pass sends each chunk "
+        "again; default: all at once, nothing again",
+        unit="tokens",
+    )
     trainable: list[str] = option(
         ["all"],
         "What is trained: of all, embedding, position, experts, head, or patterns of parameter "

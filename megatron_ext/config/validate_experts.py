@@ -35,6 +35,12 @@ def expert_problems(config: RunConfig, world_size: int | None) -> Iterator[Probl
                     "or model.first_dense_layers=1, which makes all layers but the first such)",
                     (f"parallel.{key}", "model.first_dense_layers"),
                 )
+        if config.train.expert_chunk_tokens is not None:
+            yield Problem(
+                f"train.expert_chunk_tokens={config.train.expert_chunk_tokens}: there are no "
+                "layers of experts to give chunks to (allowed null; or model.first_dense_layers=1)",
+                ("train.expert_chunk_tokens", "model.first_dense_layers"),
+            )
         return
     if experts.top_k > experts.num_experts:
         yield Problem(

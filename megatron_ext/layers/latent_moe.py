@@ -39,6 +39,7 @@ from megatron_ext.layers.linears import DuplicatedLinear, ShardedModule
 from megatron_ext.layers.norms import RMSNorm
 from megatron_ext.layers.router import BalancedRouter
 from megatron_ext.ops.expert_rows import expert_rows, sum_rows, take_rows
+from megatron_ext.ops.segments import by_segments
 
 GROUPS = ["tp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "expt_dp"]
 
@@ -100,6 +101,9 @@ class LatentMoE(ShardedModule):
         linear_beta: bound of its linear branch; None: none.
         kernels: backend of the activation and of the sums over experts; None takes the
             defaults.
+        chunk_tokens: tokens of a rank that are at the experts at once, forward and backward; where
+            there are more, the backward pass sends each chunk to the experts again. Ranks that
+            exchange tokens must have as many. None: all at once, nothing again.
         pg_collection: process groups; None takes megatron-core's.
         is_mtp_layer, name: given by megatron-core, not needed.
     """
@@ -113,6 +117,7 @@ class LatentMoE(ShardedModule):
         beta: float | None,
         linear_beta: float | None,
         kernels: KernelOptions | None = None,
+        chunk_tokens: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
         name: str | None = None,
@@ -120,6 +125,7 @@ class LatentMoE(ShardedModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=GROUPS)
         super().__init__(config, tp_group=pg_collection.tp)
+        self.chunk_tokens = chunk_tokens
         hidden = config.hidden_size
         latent = options.latent_size or hidden
         self.router = BalancedRouter(
@@ -209,7 +215,7 @@ class LatentMoE(ShardedModule):
             rows, weights, chosen = (F.pad(x, (0, 0, 0, missing)) for x in (rows, weights, chosen))
             rows, weights = (self._scatter(x) for x in (rows, weights))
             chosen = self._my_part(chosen, rows.shape[0])
-        rows = self._through_experts(rows, weights, chosen)
+        rows = self._in_chunks(rows, weights, chosen)
         if not shared_out:
             rows = tensor_parallel.gather_from_sequence_parallel_region(
                 rows, tensor_parallel_output_grad=False, group=self.tp_group
@@ -222,6 +228,18 @@ class LatentMoE(ShardedModule):
         if self.shared is not None:
             out = out + self.shared(hidden_states)[0]
         return out, None
+
+    def _in_chunks(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """`_through_experts`, some tokens at a time if there are many."""
+        size = self.chunk_tokens
+        if size is None or rows.shape[0] <= size:
+            return self._through_experts(rows, weights, chosen)
+        return by_segments(
+            lambda number, parts, carry: (self._through_experts(*parts), ()),
+            (rows, weights, chosen),
+            tuple(self.experts.parameters()),
+            size=size,
+        )
 
     def _through_experts(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Dispatch [t, L] rows by the map [t, E], apply the experts, and bring back the sums."""

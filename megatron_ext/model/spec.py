@@ -48,7 +48,9 @@ def attention_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
     )
 
 
-def feed_forward_spec(model: ModelOptions, balance: BalanceOptions | None) -> partial:
+def feed_forward_spec(
+    model: ModelOptions, balance: BalanceOptions | None, *, chunk_tokens: int | None = None
+) -> partial:
     """The feed-forward of one layer: a mixture of experts with a balancing rule, else dense."""
     if balance is None:
         return partial(
@@ -65,16 +67,22 @@ def feed_forward_spec(model: ModelOptions, balance: BalanceOptions | None) -> pa
         beta=model.situ_beta,
         linear_beta=model.situ_linear_beta,
         kernels=model.kernels,
+        chunk_tokens=chunk_tokens,
     )
 
 
 def layer_spec(
-    model: ModelOptions, *, kind: LayerKind, balance: BalanceOptions | None = None
+    model: ModelOptions,
+    *,
+    kind: LayerKind,
+    balance: BalanceOptions | None = None,
+    chunk_tokens: int | None = None,
 ) -> ModuleSpec:
     """One pre-norm layer: x + attention(norm(x)), then x + feed-forward(norm(x)).
 
     Args:
         balance: for a layer of experts, how their load is levelled; None for a dense one.
+        chunk_tokens: tokens at the experts at once; None: all.
     """
     return ModuleSpec(
         module=TransformerLayer,
@@ -83,7 +91,7 @@ def layer_spec(
             self_attention=attention_spec(model, kind=kind),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=feed_forward_spec(model, balance),
+            mlp=feed_forward_spec(model, balance, chunk_tokens=chunk_tokens),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -117,6 +125,7 @@ def block_spec(
             config.model,
             kind=kinds[layer],
             balance=config.balance if layer in experts else None,
+            chunk_tokens=config.train.expert_chunk_tokens,
         )
         for layer in layers
     ]

@@ -43,6 +43,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "evaluate.tokens=2.5: must be a whole number (nearest 2)",
         ],
     ),
+    "chunks_of_no_experts": (
+        ["model.first_dense_layers=null", "train.expert_chunk_tokens=64", "optim.lr=1e-3"],
+        ["train.expert_chunk_tokens=64: there are no layers of experts to give chunks to"],
+    ),
     "bins": (
         ["balance.bins=127", "balance.overload=0.5"],
         ["balance.overload=0.5: must be 1 or more (nearest 1)"],

@@ -214,6 +214,22 @@ def _lost_share_sum() -> None:
     )
 
 
+def _segment_counted_twice() -> None:
+    """Segments: weights get their gradient when a segment runs again, and once more at the end."""
+    from megatron_ext.ops import segments
+
+    real = segments.segment_gradients
+
+    def gradients(step: Any, inputs: Any, weights: Any, *args: Any, **rest: Any) -> Any:
+        found = real(step, inputs, weights, *args, **rest)
+        for place in range(len(inputs), len(inputs) + len(weights)):
+            if found[place] is not None:
+                found[place] *= 2
+        return found
+
+    segments.segment_gradients = gradients
+
+
 def _lost_shared_gradient() -> None:
     """Pipeline, recomputed: what later layers read of earlier ones brings no gradient back."""
     from megatron_ext.layers.shared_heads import HeadShare
@@ -229,6 +245,7 @@ def _lost_shared_gradient() -> None:
 
 FAULTS = {
     "lost_share_sum": Fault(before=_lost_share_sum),
+    "segment_counted_twice": Fault(before=_segment_counted_twice),
     "lost_shared_gradient": Fault(before=_lost_shared_gradient),
     "depth_counted_twice": Fault(before=_depth_counted_twice),
     "lost_depth_sum": Fault(before=_lost_depth_sum),

@@ -37,6 +37,8 @@ GATED = ["model.attention=gated", "model.first_dense_layers=null", "optim.eps=1e
 BLOCK = ["residual=block", "residual.block_size=2", "residual.query_std=0.03"]
 # Blocks of three layers, of both kinds of attention; scalars away from zero, where nothing is read.
 SHARED = ["residual=shared", "residual.block_size=3", "residual.share_std=0.2"]
+# Tokens of a micro-batch are not a multiple, on one rank nor on two.
+CHUNKS = ["train.expert_chunk_tokens=12"]
 # As many experts as Kimi K3 has, some of which get no token of so small a batch.
 MANY = [
     "model.num_layers=2",
@@ -74,6 +76,13 @@ CASES: dict[str, list[str]] = {
     "ep2": ["parallel.expert=2"],
     "ep2_sharded": ["parallel.expert=2", "parallel.distributed_optimizer=true"],
     "ep2_allgather": ["parallel.expert=2", "model.experts.dispatcher=allgather"],
+    "one_chunks": CHUNKS,
+    "tp2_sp_ep2_chunks_recompute_full": [
+        *CHUNKS,
+        "parallel.tensor=2",
+        "parallel.expert=2",
+        "train.recompute=full",
+    ],
     "tp2_sp_ep2": ["parallel.tensor=2", "parallel.expert=2"],
     "tp2_sp_etp2": ["parallel.tensor=2", "parallel.expert_tensor=2"],
     "tp2_ep2": ["parallel.tensor=2", "parallel.sequence=false", "parallel.expert=2"],

@@ -144,3 +144,14 @@ def test_more_rows_for_the_busiest_rank_take_more_memory() -> None:
         rehearse(config, VOCABULARY, stage=0, imbalance=load).chunks[0].kept for load in (1.0, 1.5)
     )
     assert more > even
+
+
+def test_chunks_of_tokens_keep_no_routed_rows() -> None:
+    layer = ["model.num_layers=1", "model.first_dense_layers=0", "model.attention=kda"]
+
+    def kept(*words: str) -> int:
+        config = nano(*layer, "train.batch_tokens=4096", "data.sequence_length=2048", *words)
+        return rehearse(config, VOCABULARY, stage=0, imbalance=1.0).chunks[0].kept
+
+    # For 4 experts a token gate, linear branch and their product, 64 wide in float32.
+    assert kept() - kept("train.expert_chunk_tokens=128") > 4096 * 4 * 3 * 64 * 4
