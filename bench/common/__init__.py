@@ -22,7 +22,7 @@ GIB = 2.0**30
 # What an H200 sustains: a large bfloat16 product, FLOP/s, and a large copy, bytes/s.
 H200_FLOPS, H200_BANDWIDTH = 790e12, 4.3e12
 
-# Parts of the names of kernels: linear attention with its norm, gate and convolution.
+# Parts of the names of kernels: linear attention with its norm, gate and convolution; cuDNN's last.
 KDA_KERNELS = (
     "kda",
     "gla",
@@ -33,6 +33,9 @@ KDA_KERNELS = (
     "conv1d",
     "solve",
     "qkv_conv",
+    "k_prep",
+    "k_scan",
+    "k_bwd",
 )
 
 Row = dict[str, Any]

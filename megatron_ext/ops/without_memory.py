@@ -104,6 +104,23 @@ def kda(
     return out, final[0] if final else None
 
 
+def kda_inputs(
+    q: Tensor,
+    k: Tensor,
+    z: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,  # noqa: N803  (the name of the parameter in every checkpoint)
+    dt_bias: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Our kernel before a KDA without a norm and gate: keeps its inputs."""
+    shape = (q.shape[0] * q.shape[1], *q.shape[2:])
+    made = [x.new_empty(shape) for x in (q, k)]
+    made += [q.new_empty(size, dtype=torch.float32) for size in (shape, shape[:2])]
+    inputs = (q, k, z, beta, A_log, dt_bias)
+    query, key, g, strength = _run(made, inputs, kept=inputs)
+    return query, key, g, strength
+
+
 def cudnn_kda(
     inputs: list[Tensor], offsets: Tensor, state: Tensor | None, *, output_final_state: bool
 ) -> tuple[Tensor, Tensor | None]:

@@ -10,8 +10,9 @@ import torch
 
 from megatron_ext.config.schema import KernelBackend
 from megatron_ext.ops import expert_rows, gating, qkv_conv, situ
+from megatron_ext.ops.kda import inputs
 
-KERNELS = ("attn_res", "expert_rows", "gating", "qkv_conv", "situ")
+KERNELS = ("attn_res", "expert_rows", "gating", "kda_inputs", "qkv_conv", "situ")
 if torch.cuda.is_available():  # importing them imports Triton
     for kernel in KERNELS:
         # By kernel: two files may use one name, and the second would hide the first.
@@ -45,4 +46,12 @@ def test_auto_is_triton_and_says_nothing(operator, sizes, dtype):
         chosen = operator.resolve_backend(
             KernelBackend.auto, torch.device("cuda", 0), dtype, require=True, **sizes
         )
+    assert chosen is KernelBackend.triton
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_inputs_of_kda_are_made_by_triton_and_nothing_is_said(dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        chosen = inputs.resolve_backend(torch.device("cuda", 0), dtype, width=128)
     assert chosen is KernelBackend.triton

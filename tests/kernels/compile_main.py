@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from megatron_ext.ops.attn_res import triton as attn_res
 from megatron_ext.ops.expert_rows import triton as expert_rows
 from megatron_ext.ops.gating import triton as gating
+from megatron_ext.ops.kda import triton as kda_inputs
 from megatron_ext.ops.launch import launch_settings
 from megatron_ext.ops.qkv_conv import triton as conv
 from megatron_ext.ops.situ import triton as situ
@@ -32,6 +33,12 @@ K3 = {"HAS_SCALE": True, "BOUNDED_GATE": True, "BOUNDED_UP": True}
 ROWS = {"rows": "*bf16", "order": "*i64", "starts": "*i64"}
 GATE = {"d_weight": "*fp32", "eps": "fp32"}
 CONV = {"starts": "*i64", "weight": "*fp32", "d_weight": "*fp32", "halo": "i32", "part": "i32"}
+INPUTS = {
+    **dict.fromkeys(("slope", "bias", "g_out", "beta_out", "g_grad", "beta_grad"), "*fp32"),
+    **dict.fromkeys(("d_slope", "d_bias"), "*fp32"),
+    **dict.fromkeys(("lower_bound", "eps"), "fp32"),
+    **dict.fromkeys(("q_row", "k_row", "z_row", "beta_row", "dz_row"), "i32"),
+}
 MIX = {
     **dict.fromkeys(("sources", "d_sources"), ("*bf16",) * 9),
     **dict.fromkeys(("query", "key", "norm", "scores", "inverses", "d_w", "d_norm"), "*fp32"),
@@ -77,6 +84,18 @@ KERNELS = [
         launch_settings("qkv_conv_backward", 12288),
         {"DOCUMENTS": True, "TAPS": 4, "TAPS_PADDED": 4},
         CONV,
+    ),
+    (
+        kda_inputs._kda_inputs_forward,
+        kda_inputs._settings("kda_inputs_forward", 128),
+        {"SLOPE": True},
+        INPUTS,
+    ),
+    (
+        kda_inputs._kda_inputs_backward,
+        kda_inputs._settings("kda_inputs_backward", 128),
+        {"SLOPE": True},
+        INPUTS,
     ),
 ]
 INTEGERS = re.compile(r"width|rows|tokens|heads|length|batch|channels|.*_(row|head|batch|part)")

@@ -23,7 +23,7 @@ from megatron_ext.config.schema import Gate
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import without_memory
 from megatron_ext.ops.kda.documents import document_lengths
-from megatron_ext.ops.kda.gate import log_decay, normalise
+from megatron_ext.ops.kda.inputs import kda_inputs
 
 HEAD_DIM = 128
 # The forward kernel divides by the decay of up to 16 tokens: 80 nats fit float32 and bfloat16.
@@ -114,10 +114,6 @@ def cudnn_kda(
     require(q.device, head_dim=q.shape[-1], gate=gate)
     _check(q, v, lower_bound=lower_bound, cu_seqlens=cu_seqlens)
     batch, tokens, heads, width = q.shape
-    g = log_decay(z, A_log, dt_bias, gate=gate, lower_bound=lower_bound)
-    beta = torch.sigmoid(beta_logits.to(g.dtype))
-    # The kernel scales the queries by 1 / sqrt(K) itself; its backward pass knows no other scale.
-    query, key = (normalise(x).to(q.dtype) for x in (q, k))
     documents = batch if cu_seqlens is None else len(cu_seqlens) - 1
     if tokens == 0:
         return _nothing(v, initial_state, documents if output_final_state else None)
@@ -126,7 +122,9 @@ def cudnn_kda(
         missing = len(offsets) - 1 - documents
         state = F.pad(state.float().transpose(-1, -2), (0, 0, 0, 0, 0, 0, 0, missing)).contiguous()
     run = without_memory.cudnn_kda if q.device.type == "meta" else _kernels
-    flat = [x.flatten(0, 1).contiguous() for x in (query, key, v, g, beta)]
+    # The kernel scales the queries by 1 / sqrt(K) itself; its backward pass knows no other scale.
+    query, key, g, beta = kda_inputs(q, k, z, beta_logits, A_log, dt_bias, lower_bound=lower_bound)
+    flat = [query, key, v.flatten(0, 1).contiguous(), g, beta]
     out, final = run(flat, offsets, state, output_final_state=output_final_state)
     out = out.view(batch, tokens, heads, width)
     if final is None:
