@@ -48,6 +48,9 @@ def test_inputs_in_other_layouts():
     z, beta = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (z, beta))
     given = [q, k, z, beta, slope, bias]
     assert max(errors(fast(), slow(), given)) < TOLERANCE[torch.float32]
+    holes = draw(3, 20, 2, 12, seed=2)[..., :8]  # its gradient has none
+    given = [q, k, holes, beta, slope, bias]
+    assert max(errors(fast(), slow(), given)) < TOLERANCE[torch.float32]
     column = z.transpose(2, 3).contiguous().transpose(2, 3)  # neighbours of a head lie apart
     given = [column, column, column, beta, slope, bias]
     assert max(errors(fast(), slow(), given)) < TOLERANCE[torch.float32]
