@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_ext.config.schema import Device, KdaBackend, KdaOptions, MlaOptions
+from megatron_ext.config.schema import Device, Gate, KdaBackend, KdaOptions, MlaOptions
 from megatron_ext.layers.core_attention import SdpaAttention, TransformerEngineAttention
 from megatron_ext.layers.gated_mla import GatedMLA, GatedMlaSubmodules
 from megatron_ext.layers.initializers import (
@@ -21,6 +21,7 @@ from megatron_ext.layers.initializers import (
 )
 from megatron_ext.layers.kda import KimiDeltaAttention
 from megatron_ext.model.init import fill
+from megatron_ext.ops.kda import cudnn
 from tests.support.one_rank import (
     assert_close_in_bfloat16,
     draw,
@@ -82,11 +83,14 @@ def test_gated_mla_in_bfloat16_follows_float64(groups, kernel, documents):
     )
 
 
-@pytest.mark.parametrize("backend", [KdaBackend.dense, KdaBackend.fla])
+@pytest.mark.parametrize("backend", [KdaBackend.dense, KdaBackend.fla, KdaBackend.cudnn])
 @pytest.mark.parametrize("documents", [False, True])
 def test_kda_in_bfloat16_follows_float64(groups, backend, documents):
     if backend is KdaBackend.fla and not importlib.util.find_spec("fla"):
         pytest.skip("fla is not installed")
+    reasons = cudnn.misfits(torch.device("cuda"), head_dim=128, gate=Gate.bounded)
+    if backend is KdaBackend.cudnn and reasons:
+        pytest.skip("; ".join(reasons))
     options = KdaOptions(num_heads=2, head_dim=128, value_dim=128, backend=backend, require=True)
     layer = KimiDeltaAttention(
         small_config(hidden_size=256, params_dtype=torch.bfloat16),
@@ -108,6 +112,8 @@ def test_kda_in_bfloat16_follows_float64(groups, backend, documents):
     assert_close_in_bfloat16(
         outputs_and_gradients(layer, x, upstream, **forward),
         outputs_and_gradients(twin, x.double(), upstream, **forward),
+        # cudnn's gradient of the gate is off by 2e-2 to 3e-2 alone, and A_log sums it.
+        tolerance=1e-1 if backend is KdaBackend.cudnn else 2e-2,
     )
 
 
