@@ -3,13 +3,14 @@
     python -m tests.campaign [--seed N] [--kills 200] [--damages 40] [--minutes M] [--table FILE]
 
 Each trial is a function of the seed and its number. What stands in the table is not done again, so
-the same command goes on after an interruption.
+the same command goes on after an interruption, and a trial whose lines were deleted is run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import sys
 import tempfile
 import time
@@ -41,8 +42,7 @@ def main() -> int:
             done = counts(rows)
             if done["kill"] >= given.kills and done["damage"] >= given.damages:
                 break
-            mine = [int(row["trial"]) for row in rows if int(row["seed"]) == given.seed]
-            number = max(mine, default=-1) + 1
+            number = first_missing(rows, given.seed)
             ((_, found),) = trials(bench, seed=given.seed, first=number, count=1)
             append(given.table, given.seed, number, found)
             rows = read(given.table)
@@ -72,6 +72,12 @@ def append(table: Path, seed: int, trial: int, rows: list[Row]) -> None:
         for row in rows:
             note = " ".join(row.note.split())
             writer.writerow((seed, trial, row.kind, row.ranks, row.what, row.outcome, note))
+
+
+def first_missing(rows: list[dict[str, str]], seed: int) -> int:
+    """The next trial of a seed: a new one, or an old one whose lines were deleted."""
+    done = {int(row["trial"]) for row in rows if int(row["seed"]) == seed}
+    return next(number for number in itertools.count() if number not in done)
 
 
 def counts(rows: list[dict[str, str]]) -> Counter[str]:
