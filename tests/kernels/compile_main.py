@@ -32,7 +32,13 @@ SITU = {"scale": "*fp32", "d_scale": "*fp32", "beta": "fp32", "linear_beta": "fp
 K3 = {"HAS_SCALE": True, "BOUNDED_GATE": True, "BOUNDED_UP": True}
 ROWS = {"rows": "*bf16", "order": "*i64", "starts": "*i64"}
 GATE = {"d_weight": "*fp32", "eps": "fp32"}
-CONV = {"starts": "*i64", "weight": "*fp32", "d_weight": "*fp32", "halo": "i32", "part": "i32"}
+CONV = {
+    "starts": "*i64",
+    "weight": "*fp32",
+    "d_weight": "*fp32",
+    "halo": "i32",
+    "grads": ("*bf16",) * 3,
+}
 INPUTS = {
     **dict.fromkeys(("slope", "bias", "g_out", "beta_out", "g_grad", "beta_grad"), "*fp32"),
     **dict.fromkeys(("d_slope", "d_bias"), "*fp32"),
@@ -82,7 +88,7 @@ KERNELS = [
     (
         conv._qkv_conv_backward,
         launch_settings("qkv_conv_backward", 12288),
-        {"DOCUMENTS": True, "TAPS": 4, "TAPS_PADDED": 4},
+        {"DOCUMENTS": True, "TAPS": 4},
         CONV,
     ),
     (

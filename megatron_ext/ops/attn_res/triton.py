@@ -23,9 +23,23 @@ from megatron_ext.ops.launch import launch_settings, rows_of
 
 
 @triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _load_some(sources, at, inside, START: tl.constexpr, STOP: tl.constexpr):
+    """Of each of these sources a part, in its dtype: all are on their way before one is used."""
+    held = (tl.load(sources[START] + at, mask=inside, other=0.0),)
+    for j in tl.static_range(START + 1, STOP):
+        held = held + (tl.load(sources[j] + at, mask=inside, other=0.0),)
+    return held
+
+
+@triton.jit
 def _depth_mix_forward(
     sources, query, key, norm, out, scores, inverses, width, eps,
-    N: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr,
+    N: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, WIDTH)
@@ -36,9 +50,13 @@ def _depth_mix_forward(
     largest = -float("inf")
     total = 0.0
     for j in tl.static_range(N):
-        v = tl.load(sources[j] + token * width + channel, mask=inside, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(v * v, 0) / width + eps)
-        score = tl.sum(v * w, 0) * inverse
+        if j % AHEAD == 0:
+            at = token * width + channel
+            held = _load_some(sources, at, inside, j, min(j + AHEAD, N))
+        v = held[j % AHEAD].to(tl.float32)
+        square, score = tl.reduce((v * v, v * w), 0, _add_pairs)
+        inverse = tl.rsqrt(square / width + eps)
+        score *= inverse
         tl.store(scores + token * N + j, score)
         tl.store(inverses + token * N + j, inverse)
         new = tl.maximum(largest, score)
@@ -83,13 +101,12 @@ def _depth_mix_backward(
         all_scores = tl.where(number < N, all_scores, -float("inf"))
         largest = tl.max(all_scores, 0)
         total = tl.sum(tl.exp(all_scores - largest), 0)
-        mixed = tl.zeros([WIDTH], tl.float32)
-        for j in range(N):
-            score = tl.load(scores + token * N + j, mask=there, other=0.0)
-            weight = tl.exp(score - largest) / total
-            v = tl.load(_pick(sources, j, N) + row + channel, mask=inside, other=0.0).to(tl.float32)
-            mixed += weight * v
         through = tl.load(grad + row + channel, mask=inside, other=0.0).to(tl.float32)
+        held = _load_some(sources, row + channel, inside, 0, N)
+        mixed = tl.zeros([WIDTH], tl.float32)
+        for j in tl.static_range(N):
+            score = tl.load(scores + token * N + j, mask=there, other=0.0)
+            mixed += tl.exp(score - largest) / total * held[j].to(tl.float32)
         if NORM:
             inverse = tl.rsqrt(tl.sum(mixed * mixed, 0) / width + eps)
             sum_norm += through * mixed * inverse
@@ -97,6 +114,7 @@ def _depth_mix_backward(
             along = tl.sum(through * mixed, 0) * inverse * inverse / width
             through -= mixed * along
         centre = tl.sum(through * mixed, 0)
+        # Read again for every token: held all the time it would take registers from the sources.
         # Read again for every token: held all the time it would take registers from the sources.
         w = tl.load(query + channel, mask=inside, other=0.0, volatile=True).to(tl.float32)
         w *= tl.load(key + channel, mask=inside, other=0.0, volatile=True).to(tl.float32)

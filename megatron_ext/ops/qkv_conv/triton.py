@@ -1,8 +1,8 @@
 """The short convolution of q, k and v as Triton kernels that also change the layout.
 
-One kernel forward, one for each of the three gradients backward. Rows of a tile are read once from
-memory and again, for the other taps, from the cache; the backward pass recomputes what is before
-the SiLU instead of keeping it.
+A program walks down the rows of a few channels and holds what the taps still need in registers, so
+that each element is read once. The backward pass computes again what is before the SiLU instead of
+keeping it, and gives dx in the same walk: TAPS - 1 rows after a row no gradient reaches it.
 
 Shapes: T rows (halo and tokens), b batch, F = H * K channels of q, of k and of v, W taps.
 """
@@ -21,82 +21,133 @@ from megatron_ext.ops.launch import launch_settings
 
 
 @triton.jit
+def _repeat(value, TIMES: tl.constexpr):
+    """`value` as a tuple of TIMES."""
+    out = (value,)
+    for _ in tl.static_range(1, TIMES):
+        out = out + (value,)
+    return out
+
+
+@triton.jit
+def _load_taps(weight, channel, inside, TAPS: tl.constexpr):
+    """Weights by how many rows back they look."""
+    out = (tl.load(weight + channel * TAPS + (TAPS - 1), mask=inside, other=0.0),)
+    for back in tl.static_range(1, TAPS):
+        w = tl.load(weight + channel * TAPS + (TAPS - 1 - back), mask=inside, other=0.0)
+        out = out + (w,)
+    return out
+
+
+@triton.jit
+def _load_rows(pointer, row, stride, first, last, inside, ROWS: tl.constexpr):
+    """ROWS rows from `row` on, zero outside of [first, last): together, before one is used."""
+    seen = inside & (row >= first) & (row < last)
+    out = (tl.load(pointer + row * stride, mask=seen, other=0.0),)
+    for i in tl.static_range(1, ROWS):
+        seen = inside & (row + i >= first) & (row + i < last)
+        out = out + (tl.load(pointer + (row + i) * stride, mask=seen, other=0.0),)
+    return out
+
+
+@triton.jit
+def _of_document(x, row, back, first, DOCUMENTS: tl.constexpr):
+    """x, which belongs `back` rows before `row`; zero if another document is there."""
+    if DOCUMENTS:
+        x = tl.where(row - back >= first, x, 0.0)
+    return x
+
+
+@triton.jit
 def _qkv_conv_forward(
     x, weight, starts, out, length, width, x_row, x_batch, out_part, out_batch, halo,
-    DOCUMENTS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DOCUMENTS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK)
     part = (tl.program_id(1) // blocks).to(tl.int64)
-    column = (tl.program_id(1) % blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = (tl.program_id(1) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
     item = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + halo + tl.arange(0, ROWS)[:, None]
-    alive = row < length
-    first = tl.zeros([ROWS, 1], tl.int64)
-    if DOCUMENTS:
-        first = tl.load(starts + row, mask=alive, other=0)
-    z = tl.zeros([ROWS, BLOCK], tl.float32)
+    begin = tl.program_id(0).to(tl.int64) * ROWS + halo
     here = x + item * x_batch + part * width + column
-    for tap in tl.static_range(TAPS):
-        source = row - (TAPS - 1 - tap)
-        seen = alive & (source >= first) & (column < width)
-        value = tl.load(here + source * x_row, mask=seen, other=0.0).to(tl.float32)
-        w = tl.load(weight + (part * width + column) * TAPS + tap, mask=column < width, other=0.0)
-        z += value * w
-    to = out + part * out_part + item * out_batch + (row - halo) * width + column
-    tl.store(to, z * tl.sigmoid(z), mask=alive & (column < width))
+    to = out + part * out_part + item * out_batch + column
+    taps = _load_taps(weight, part * width + column, inside, TAPS)
+    before = _repeat(tl.zeros([BLOCK], tl.float32), TAPS - 1)
+    for i in tl.static_range(1, TAPS):
+        row = begin - TAPS + i
+        value = tl.load(here + row * x_row, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        before = (value,) + before[: TAPS - 2]
+    for offset in range(0, ROWS, AHEAD):
+        values = _load_rows(here, begin + offset, x_row, 0, length, inside, AHEAD)
+        for i in tl.static_range(AHEAD):
+            row = begin + offset + i
+            first = tl.load(starts + row, mask=row < length, other=0) if DOCUMENTS else 0
+            value = values[i].to(tl.float32)
+            z = value * taps[0]
+            for back in tl.static_range(1, TAPS):
+                z += _of_document(before[back - 1], row, back, first, DOCUMENTS) * taps[back]
+            before = (value,) + before[: TAPS - 2]
+            tl.store(to + (row - halo) * width, z * tl.sigmoid(z), mask=inside & (row < length))
 
 
 @triton.jit
 def _qkv_conv_backward(
-    x, weight, starts, grad, d_x, d_weight, length, width, channels, x_row, x_batch,
-    grad_batch, d_x_row, d_x_batch, halo, part,
-    DOCUMENTS: tl.constexpr, TAPS: tl.constexpr, TAPS_PADDED: tl.constexpr, STEPS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, starts, grads, d_x, d_weight, length, width, channels, x_row, x_batch,
+    grad_batch, d_x_row, d_x_batch, halo,
+    DOCUMENTS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    blocks = tl.cdiv(width, BLOCK)
+    part = (tl.program_id(1) // blocks).to(tl.int64)
+    column = (tl.program_id(1) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
     item = tl.program_id(2).to(tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * ROWS
+    end = tl.minimum(begin + ROWS, length)
     here = x + item * x_batch + part * width + column
-    weights = weight + (part * width + column) * TAPS
-    total = tl.zeros([TAPS_PADDED, BLOCK], tl.float32)
-    slot = tl.arange(0, TAPS_PADDED)[:, None]
-    for step in range(STEPS):
-        block = tl.program_id(0).to(tl.int64) * STEPS + step
-        row = block * ROWS + tl.arange(0, ROWS)[:, None]
-        dx = tl.zeros([ROWS, BLOCK], tl.float32)
-        # What a later row's result has of this one: that row's gradient before the SiLU.
-        for ahead in tl.static_range(TAPS):
-            later = row + ahead
-            alive = (later >= halo) & (later < length)
-            first = tl.zeros([ROWS, 1], tl.int64)
-            if DOCUMENTS:
-                first = tl.load(starts + later, mask=alive, other=0)
-            z = tl.zeros([ROWS, BLOCK], tl.float32)
-            for tap in tl.static_range(TAPS):
-                source = later - (TAPS - 1 - tap)
-                seen = alive & (source >= first) & (column < width)
-                value = tl.load(here + source * x_row, mask=seen, other=0.0).to(tl.float32)
-                z += value * tl.load(weights + tap, mask=column < width, other=0.0)
-            dy = tl.load(
-                grad + item * grad_batch + (later - halo) * width + column,
-                mask=alive & (column < width),
-                other=0.0,
-            )
+    grad = tl.where(part == 0, grads[0], tl.where(part == 1, grads[1], grads[2]))
+    grad += item * grad_batch + column
+    to = d_x + item * d_x_batch + part * width + column
+    taps = _load_taps(weight, part * width + column, inside, TAPS)
+    zero = tl.zeros([BLOCK], tl.float32)
+    before, dx = _repeat(zero, TAPS - 1), _repeat(zero, TAPS - 1)
+    d_taps = _repeat(zero, TAPS)
+    for i in tl.static_range(1, TAPS):
+        row = begin - TAPS + i
+        value = tl.load(here + row * x_row, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        before = (value,) + before[: TAPS - 2]
+    # TAPS - 1 rows of the next program's are walked too: their gradients reach back.
+    for offset in range(0, ROWS + TAPS - 1, AHEAD):
+        values = _load_rows(here, begin + offset, x_row, 0, length, inside, AHEAD)
+        dys = _load_rows(grad, begin + offset - halo, width, 0, length - halo, inside, AHEAD)
+        for i in tl.static_range(AHEAD):
+            row = begin + offset + i
+            first = tl.load(starts + row, mask=row < length, other=0) if DOCUMENTS else 0
+            value = values[i].to(tl.float32)
+            z = value * taps[0]
+            for back in tl.static_range(1, TAPS):
+                z += _of_document(before[back - 1], row, back, first, DOCUMENTS) * taps[back]
             s = tl.sigmoid(z)
-            dz = dy.to(tl.float32) * s * (1.0 + z * (1.0 - s))
-            w = tl.load(weights + (TAPS - 1 - ahead), mask=column < width, other=0.0)
-            dx += tl.where(row >= first, dz, 0.0) * w
-            if ahead == 0:
-                for tap in tl.static_range(TAPS):
-                    source = later - (TAPS - 1 - tap)
-                    seen = alive & (source >= first) & (column < width)
-                    value = tl.load(here + source * x_row, mask=seen, other=0.0).to(tl.float32)
-                    summed = tl.sum(dz * value, 0)[None, :]
-                    total += tl.where(slot == tap, summed, 0.0)
-        to = d_x + row * d_x_row + item * d_x_batch + part * width + column
-        tl.store(to, dx, mask=(row < length) & (column < width))
+            dz = dys[i].to(tl.float32) * s * (1.0 + z * (1.0 - s))
+            mine = tl.where(row < end, dz, 0.0)
+            new_dx = (dz * taps[0],)
+            new_d_taps = (d_taps[0] + mine * value,)
+            for back in tl.static_range(1, TAPS):
+                seen = _of_document(before[back - 1], row, back, first, DOCUMENTS)
+                new_d_taps = new_d_taps + (d_taps[back] + mine * seen,)
+                reached = _of_document(dz, row, back, first, DOCUMENTS)
+                new_dx = new_dx + (dx[back - 1] + reached * taps[back],)
+            d_taps = new_d_taps
+            done = row - (TAPS - 1)
+            kept = inside & (done >= begin) & (done < end)
+            tl.store(to + done * d_x_row, new_dx[TAPS - 1], mask=kept)
+            dx = new_dx[: TAPS - 1]
+            before = (value,) + before[: TAPS - 2]
     table = item * tl.num_programs(0) + tl.program_id(0)
-    at = (table * channels + part * width + column) * TAPS + slot
-    tl.store(d_weight + at, total, mask=(slot < TAPS) & (column < width))
+    for back in tl.static_range(TAPS):
+        at = (table * TAPS + (TAPS - 1 - back)) * channels + part * width + column
+        tl.store(d_weight + at, d_taps[back], mask=inside)
 
 
 def qkv_conv_triton(
@@ -163,30 +214,28 @@ class _QkvConv(torch.autograd.Function):
         length, batch, channels = qkv.shape
         width, taps = channels // 3, weight.shape[-1]
         settings = launch_settings("qkv_conv_backward", width)
-        programs = triton.cdiv(length, settings["ROWS"] * settings["STEPS"])
+        programs = triton.cdiv(length, settings["ROWS"])
+        grads = tuple(x.contiguous() for x in grads)
         d_qkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-        tables = weight.new_empty(batch * programs, channels, taps, dtype=torch.float32)
-        for part, grad in enumerate(x.contiguous() for x in grads):
-            if d_qkv.numel():
-                _qkv_conv_backward[(programs, triton.cdiv(width, settings["BLOCK"]), batch)](
-                    qkv,
-                    weight,
-                    qkv if starts is None else starts,
-                    grad,
-                    d_qkv,
-                    tables,
-                    length,
-                    width,
-                    channels,
-                    *qkv.stride()[:2],
-                    grad.stride(0),
-                    *d_qkv.stride()[:2],
-                    ctx.halo,
-                    part,
-                    DOCUMENTS=starts is not None,
-                    TAPS=taps,
-                    TAPS_PADDED=triton.next_power_of_2(taps),
-                    **settings,
-                )
-        d_weight = tables.sum(0).view(weight.shape).to(weight.dtype)
+        tables = weight.new_empty(batch * programs, taps, channels, dtype=torch.float32)
+        if d_qkv.numel():
+            _qkv_conv_backward[(programs, 3 * triton.cdiv(width, settings["BLOCK"]), batch)](
+                qkv,
+                weight,
+                qkv if starts is None else starts,
+                grads,
+                d_qkv,
+                tables,
+                length,
+                width,
+                channels,
+                *qkv.stride()[:2],
+                grads[0].stride(0),
+                *d_qkv.stride()[:2],
+                ctx.halo,
+                DOCUMENTS=starts is not None,
+                TAPS=taps,
+                **settings,
+            )
+        d_weight = tables.sum(0).t().reshape(weight.shape).to(weight.dtype)
         return d_qkv, d_weight, None, None
