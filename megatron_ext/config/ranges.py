@@ -105,6 +105,7 @@ RANGES: dict[str, Range] = {
     "train.micro_batch_size": COUNT,
     "train.loss_chunk_tokens": COUNT,
     "train.expert_chunk_tokens": COUNT,
+    "train.kda_segment_tokens": COUNT,
     "optim.lr": POSITIVE,
     "optim.min_lr_ratio": Range(low=0, high=1),
     "optim.warmup_tokens": AMOUNT,

@@ -210,6 +210,12 @@ class TrainOptions:
         "again; default: all at once, nothing again",
         unit="tokens",
     )
+    kda_segment_tokens: int | None = option(
+        None,
+        "Tokens of a rank that a layer of linear attention takes at a time; the backward pass "
+        "computes each segment again; best a multiple of 64; default: all at once, nothing again",
+        unit="tokens",
+    )
     trainable: list[str] = option(
         ["all"],
         "What is trained: of all, embedding, position, experts, head, or patterns of parameter "

@@ -170,6 +170,12 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             ("model.full_attention_layers", "model.num_layers", "model.attention"),
         )
     kinds = set(layer_kinds(model))
+    if kinds == {LayerKind.mla} and config.train.kda_segment_tokens is not None:
+        yield Problem(
+            f"train.kda_segment_tokens={config.train.kda_segment_tokens}: there are no layers of "
+            "linear attention to cut (allowed null; or model.attention=interleaved)",
+            ("train.kda_segment_tokens", "model.attention"),
+        )
     if LayerKind.kda in kinds or LayerKind.gated in kinds:
         yield from kda_problems(config)
     if model.vocab_size is not None and model.vocab_size % VOCAB_MULTIPLE:

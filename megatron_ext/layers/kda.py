@@ -33,6 +33,7 @@ from megatron_ext.layers.initializers import (
     Uniform,
     parameter,
 )
+from megatron_ext.layers.kda_segments import heads_by_segments
 from megatron_ext.layers.linears import (
     ColumnShard,
     DuplicatedLinear,
@@ -62,6 +63,8 @@ class KimiDeltaAttention(ShardedModule):
         options: sizes, gate and backend.
         kernels: backend of the convolution, the output norm and gate; None takes the defaults.
         share: makes the `HeadShare` before the output projection; None: there is none.
+        segment_tokens: where a rank has more tokens it takes so many at a time, and the backward
+            pass computes each segment again: see `kda_segments`. None: all at once.
         pg_collection: process groups; None takes megatron-core's.
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
 
@@ -79,6 +82,7 @@ class KimiDeltaAttention(ShardedModule):
         options: KdaOptions,
         kernels: KernelOptions | None = None,
         share: Callable[..., HeadShare] | None = None,
+        segment_tokens: int | None = None,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
@@ -94,6 +98,7 @@ class KimiDeltaAttention(ShardedModule):
             )
         self.cp_group = context_group(config, pg_collection)
         self.options, self.kernels = options, kernels
+        self.segment_tokens = segment_tokens
         self.health: AttentionHealth | None = None
         heads = local_share(options.num_heads, tp_group, key="model.kda.num_heads")
         self.local_heads = heads
@@ -187,13 +192,29 @@ class KimiDeltaAttention(ShardedModule):
         decay = enter_tensor_parallel(
             self.decay_down(hidden_states), config=self.config, tp_group=self.tp_group
         )
-        gate_input = x
+        inputs: tuple[Tensor, ...] = (x, decay)
         if self.gate_down is not None:
-            gate_input = enter_tensor_parallel(
-                self.gate_down(hidden_states), config=self.config, tp_group=self.tp_group
-            )
+            low = self.gate_down(hidden_states)
+            low = enter_tensor_parallel(low, config=self.config, tp_group=self.tp_group)
+            inputs = (x, decay, low)
         # Gradients are off in the first of the two passes of a layer that is recomputed.
         health = self.health if self.training and torch.is_grad_enabled() else None
+        size = self.segment_tokens
+        if size is not None and x.shape[0] > size:
+            heads = heads_by_segments(self, inputs, packed_seq_params, size=size, health=health)
+        else:
+            heads = self._heads(inputs, packed_seq_params, health=health)
+        return self.out(heads if self.share is None else self.share(heads))
+
+    def _heads(
+        self,
+        inputs: tuple[Tensor, ...],
+        packed_seq_params: PackedSeqParams | None,
+        *,
+        health: AttentionHealth | None,
+    ) -> Tensor:
+        """All tokens at once: what is projected, [s, b, *], to gated heads [s, b, H*K]."""
+        x, decay = inputs[:2]
         core_inputs = (self.qkv(x), self.decay_up(decay), self.beta(x), packed_seq_params)
         core = partial(self._core, keep_state=health is not None)
         if self.training and recompute_core(self.config):
@@ -201,20 +222,22 @@ class KimiDeltaAttention(ShardedModule):
             o, state = checkpoint(core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             o, state = core(*core_inputs)
-        gate = self.gate_up(gate_input)
+        gate = self.gate_up(inputs[-1] if self.gate_down is not None else x)
         if health is not None:
-            self._measure(health, core_inputs[1], core_inputs[2], gate, state)
-        heads = self.norm(o, gate)
-        return self.out(heads if self.share is None else self.share(heads))
+            self.measure(health, core_inputs[1], core_inputs[2], gate, state)
+        return self.norm(o, gate)
 
-    def _measure(
+    def measure(
         self,
         health: AttentionHealth,
         z: Tensor,
         beta_logits: Tensor,
         output_gate: Tensor,
         state: Tensor | None,
+        *,
+        first: int = 0,
     ) -> None:
+        """Add the statistics of some tokens, of which each row has `first` before these."""
         options, heads = self.options, self.local_heads
         health.add_decay(
             z.detach().transpose(0, 1).unflatten(-1, (heads, options.head_dim)),
@@ -222,12 +245,14 @@ class KimiDeltaAttention(ShardedModule):
             self.dt_bias.view(heads, options.head_dim),
             gate=options.gate,
             lower_bound=options.lower_bound,
+            first=first,
         )
-        health.add_gate(Sum.WRITES, Sum.BETA, beta_logits.transpose(0, 1))
+        health.add_gate(Sum.WRITES, Sum.BETA, beta_logits.transpose(0, 1), first=first)
         health.add_gate(
             Sum.OUTPUTS,
             Sum.OUTPUT_GATE,
             output_gate.transpose(0, 1).unflatten(-1, (heads, options.head_dim)),
+            first=first,
         )
         if state is not None:
             health.add_state(state)

@@ -64,9 +64,16 @@ class GatedHeadNorm(nn.Module):
             head_dim, dtype=config.params_dtype, initializer=Constant(1.0), weight_decay=False
         )
 
-    def forward(self, o: Tensor, gate: Tensor) -> Tensor:
-        """o [b, s, H, D] and gate [s, b, H*D] to [s, b, H*D] in o's dtype: see `ops.gating`."""
-        weight = tensor_parallel.copy_to_tensor_model_parallel_region(
+    def entered(self) -> Tensor:
+        """The weight [D], for use by local heads: the backward pass sums over their ranks."""
+        return tensor_parallel.copy_to_tensor_model_parallel_region(
             self.weight, group=self.tp_group
         )
+
+    def forward(self, o: Tensor, gate: Tensor, *, weight: Tensor | None = None) -> Tensor:
+        """o [b, s, H, D] and gate [s, b, H*D] to [s, b, H*D] in o's dtype: see `ops.gating`.
+
+        `weight`: what `entered` gave, for several calls with one sum.
+        """
+        weight = self.entered() if weight is None else weight
         return head_gate(o, gate, weight=weight, eps=self.eps, kernels=self.kernels)

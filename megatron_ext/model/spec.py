@@ -26,11 +26,18 @@ from megatron_ext.model.residual import connect_layers
 from megatron_ext.parallel.pipeline import SourceCache
 
 
-def attention_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
+def attention_spec(
+    model: ModelOptions, *, kind: LayerKind, segment_tokens: int | None = None
+) -> ModuleSpec:
     """The self-attention of one layer: KDA, gated MLA, or both under a gate."""
     if kind is LayerKind.kda:
         return ModuleSpec(
-            module=KimiDeltaAttention, params={"options": model.kda, "kernels": model.kernels}
+            module=KimiDeltaAttention,
+            params={
+                "options": model.kda,
+                "kernels": model.kernels,
+                "segment_tokens": segment_tokens,
+            },
         )
     if kind is LayerKind.mla:
         kernel = attention_class(model.mla.backend, require=model.mla.require)
@@ -42,7 +49,7 @@ def attention_spec(model: ModelOptions, *, kind: LayerKind) -> ModuleSpec:
     return ModuleSpec(
         module=GatedHybrid,
         submodules=GatedHybridSubmodules(
-            kda=attention_spec(model, kind=LayerKind.kda),
+            kda=attention_spec(model, kind=LayerKind.kda, segment_tokens=segment_tokens),
             mla=attention_spec(model, kind=LayerKind.mla),
         ),
     )
@@ -77,18 +84,20 @@ def layer_spec(
     kind: LayerKind,
     balance: BalanceOptions | None = None,
     chunk_tokens: int | None = None,
+    segment_tokens: int | None = None,
 ) -> ModuleSpec:
     """One pre-norm layer: x + attention(norm(x)), then x + feed-forward(norm(x)).
 
     Args:
         balance: for a layer of experts, how their load is levelled; None for a dense one.
         chunk_tokens: tokens at the experts at once; None: all.
+        segment_tokens: tokens in linear attention at once; None: all.
     """
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=attention_spec(model, kind=kind),
+            self_attention=attention_spec(model, kind=kind, segment_tokens=segment_tokens),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=feed_forward_spec(model, balance, chunk_tokens=chunk_tokens),
@@ -126,6 +135,7 @@ def block_spec(
             kind=kinds[layer],
             balance=config.balance if layer in experts else None,
             chunk_tokens=config.train.expert_chunk_tokens,
+            segment_tokens=config.train.kda_segment_tokens,
         )
         for layer in layers
     ]

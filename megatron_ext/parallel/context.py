@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,47 +24,55 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Span:
-    """The documents on one rank's part.
+    """The documents on one part of a row: a rank's, or a segment of it.
 
     Attributes:
-        before: tokens of the first document that lie on earlier ranks; 0: it begins here.
-        first_end: where the first document ends on this rank, if it began earlier; else 0.
+        before: tokens of the first document that lie before the part; 0: it begins here.
+        first_end: where the first document ends in the part, if it began earlier; else 0.
         cu_seqlens: bounds of documents within the part, int32 [n + 1], 0 first and L last, none of
             them empty; None without documents.
         longest: tokens of the longest document within the part.
+        ended: the last document, or the row, ends with the part.
     """
 
     before: int
     first_end: int
     cu_seqlens: Tensor | None
     longest: int
+    ended: bool
 
     @property
     def continued(self) -> bool:
-        """Whether the first document began on an earlier rank."""
+        """Whether the first document began before the part."""
         return self.before > 0
 
 
 @dataclass
 class ContextDocuments(PackedSeqParams):
     """megatron-core's description of packed documents (`cu_seqlens_q`: of the whole row) with the
-    part of one rank, worked out once for all layers."""
+    part of one rank and its segments, worked out once for all layers.
 
+    Attributes:
+        bounds: of the documents of the row, on the host.
+        span: of this rank.
+        segments: of this rank's part, by their size; filled by `segment_spans`.
+    """
+
+    bounds: tuple[int, ...] = ()
     span: Span | None = None
+    segments: dict[int, list[Span]] = field(default_factory=dict)
 
 
-def part_of(bounds: Sequence[int], *, rank: int, ranks: int) -> tuple[list[int], int]:
-    """Bounds of documents within a rank's part, and how much of the first one lies before it.
+def part_of(bounds: Sequence[int], *, start: int, end: int) -> tuple[list[int], int]:
+    """Bounds of documents within a part of a row, and how much of the first one lies before it.
 
     Args:
         bounds: of the documents of the row, 0 first, rising; empty documents are passed over.
-        rank, ranks: which part of how many; ``ranks`` divides the length.
+        start, end: first token of the part, and the one after its last.
     """
-    length = bounds[-1] // ranks
-    start, end = rank * length, (rank + 1) * length
     begin = max(bound for bound in bounds if bound <= start)
     inside = sorted({bound - start for bound in bounds if start < bound < end})
-    return [0, *inside, length], start - begin
+    return [0, *inside, end - start], start - begin
 
 
 def pack_documents(bounds: Tensor, *, group: dist.ProcessGroup) -> ContextDocuments:
@@ -76,13 +84,15 @@ def pack_documents(bounds: Tensor, *, group: dist.ProcessGroup) -> ContextDocume
     """
     cu_seqlens = bounds.to(torch.cuda.current_device(), non_blocking=True)
     longest = int((bounds[1:] - bounds[:-1]).max())
+    on_host = tuple(bounds.tolist())
     return ContextDocuments(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        span=_span(bounds.tolist(), group, cu_seqlens.device),
+        bounds=on_host,
+        span=_rank_span(on_host, group, cu_seqlens.device),
     )
 
 
@@ -97,19 +107,57 @@ def span_of(packed: PackedSeqParams | None, *, tokens: int, group: dist.ProcessG
     """
     if packed is None:
         before = group.rank() * tokens
-        return Span(before, tokens if before else 0, None, tokens)
+        last = group.rank() == group.size() - 1
+        return Span(before, tokens if before else 0, None, tokens, ended=last)
     if isinstance(packed, ContextDocuments) and packed.span is not None:
         return packed.span
-    return _span(packed.cu_seqlens_q.tolist(), group, packed.cu_seqlens_q.device)
+    return _rank_span(packed.cu_seqlens_q.tolist(), group, packed.cu_seqlens_q.device)
 
 
-def _span(bounds: list[int], group: dist.ProcessGroup, device: torch.device) -> Span:
-    local, before = part_of(bounds, rank=group.rank(), ranks=group.size())
+def segment_spans(
+    packed: PackedSeqParams | None, *, tokens: int, size: int, group: dist.ProcessGroup | None
+) -> list[Span]:
+    """The spans of consecutive segments of a rank's part.
+
+    Args:
+        packed, tokens: as for `span_of`.
+        size: tokens of a segment; the last one may be shorter.
+        group: context parallel ranks; None: this rank has the whole row.
+    """
+    first = 0 if group is None else group.rank() * tokens
+    starts = range(first, first + tokens, size)
+    ends = [min(start + size, first + tokens) for start in starts]
+    if packed is None:
+        whole = tokens if group is None else tokens * group.size()
+        return [
+            Span(start, end - start if start else 0, None, end - start, ended=end == whole)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+    known = packed.segments if isinstance(packed, ContextDocuments) else {}
+    if size not in known:
+        bounds = packed.bounds if isinstance(packed, ContextDocuments) else ()
+        bounds = bounds or tuple(packed.cu_seqlens_q.tolist())
+        known[size] = [
+            _span(bounds, start=start, end=end, device=packed.cu_seqlens_q.device)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+    return known[size]
+
+
+def _rank_span(bounds: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Span:
+    length = bounds[-1] // group.size()
+    start = group.rank() * length
+    return _span(bounds, start=start, end=start + length, device=device)
+
+
+def _span(bounds: Sequence[int], *, start: int, end: int, device: torch.device) -> Span:
+    local, before = part_of(bounds, start=start, end=end)
     return Span(
         before=before,
         first_end=local[1] if before else 0,
         cu_seqlens=torch.tensor(local, dtype=torch.int32, device=device),
         longest=max(b - a for a, b in itertools.pairwise(local)),
+        ended=end in bounds,
     )
 
 
@@ -125,9 +173,22 @@ def with_previous(x: Tensor, count: int, *, before: int, group: dist.ProcessGrou
             as they are before the start of any document.
         group: context parallel ranks.
     """
-    halo = _PreviousTail.apply(x[x.shape[0] - count :], group)
-    known = torch.arange(count, 0, -1, device=x.device) <= before
-    return torch.cat((torch.where(known[:, None, None], halo, 0), x))
+    halo = previous_tail(x[x.shape[0] - count :], group=group)
+    return after_tail(halo, x, before=before)
+
+
+def previous_tail(tail: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """The last tokens [w, b, C] of the previous rank, in exchange for this one's; zeros on the
+    first rank. Collective, and so is its backward pass."""
+    halo: Tensor = _PreviousTail.apply(tail, group)
+    return halo
+
+
+def after_tail(tail: Tensor, x: Tensor, *, before: int) -> Tensor:
+    """[w + L, b, C]: ``x`` with the w tokens before it in front, of which the last ``before``
+    belong to its first document, and the others are made zero."""
+    known = torch.arange(len(tail), 0, -1, device=x.device) <= before
+    return torch.cat((torch.where(known[:, None, None], tail, 0), x))
 
 
 class _PreviousTail(torch.autograd.Function):

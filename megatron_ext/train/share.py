@@ -1,6 +1,6 @@
-"""How the ranks of a layout share a micro-batch out: their parts of it, padding, documents.
+"""How the ranks of a layout share a micro-batch out: their parts of it, padding.
 
-Shapes: b sequences of a micro-batch, L tokens of a context rank, N documents.
+Shapes: b sequences of a micro-batch, L tokens of a context rank.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_ext.checkpoint.state import unwrap
 from megatron_ext.data.batches import MicroBatch, padded_length, part_of_rank
-from megatron_ext.parallel.context import pack_documents
 
 
 @dataclass(frozen=True)
@@ -61,24 +59,3 @@ class Share:
         if self.tensor is not None and not unwrap(model).pre_process:
             mask = mask.chunk(self.tensor.size(), dim=1)[self.tensor.rank()]
         return mask
-
-
-def packed_documents(
-    cu_seqlens: torch.Tensor, share: Share, *, device: torch.device
-) -> PackedSeqParams:
-    """Documents that must not see each other, as megatron-core describes them.
-
-    Args:
-        cu_seqlens: int32 [N + 1] on the host, of the whole row.
-    """
-    if share.context.size() > 1:
-        return pack_documents(cu_seqlens, group=share.context)
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    bounds = cu_seqlens.to(device)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )

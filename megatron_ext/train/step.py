@@ -25,10 +25,11 @@ from megatron_ext.layers.output_head import losses_of
 from megatron_ext.optim.build import set_learning_rate
 from megatron_ext.optim.schedule import learning_rate
 from megatron_ext.optim.update import apply_update, gradient_norm
+from megatron_ext.parallel.context import pack_documents
 from megatron_ext.parallel.pipeline import schedule_arguments
 from megatron_ext.train import balance
 from megatron_ext.train.losses import Losses, one_hot, sum_losses
-from megatron_ext.train.share import Share, packed_documents
+from megatron_ext.train.share import Share
 from megatron_ext.train.state import TrainState
 
 # The name under which `tc.timers` is asked around the sum of the losses.
@@ -304,7 +305,7 @@ def token_losses(
     packing = None
     if batch.cu_seqlens is not None:
         tokens, labels = tokens.reshape(1, -1), labels.reshape(1, -1)
-        packing = packed_documents(torch.from_numpy(batch.cu_seqlens), share, device=device)
+        packing = pack_documents(torch.from_numpy(batch.cu_seqlens), group=share.context)
     output: torch.Tensor = model(
         input_ids=tokens,
         position_ids=None,

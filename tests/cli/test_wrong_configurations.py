@@ -47,6 +47,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["model.first_dense_layers=null", "train.expert_chunk_tokens=64", "optim.lr=1e-3"],
         ["train.expert_chunk_tokens=64: there are no layers of experts to give chunks to"],
     ),
+    "segments_of_full_attention": (
+        ["model.attention=mla", "train.kda_segment_tokens=64"],
+        ["train.kda_segment_tokens=64: there are no layers of linear attention to cut"],
+    ),
     "bins": (
         ["balance.bins=127", "balance.overload=0.5"],
         ["balance.overload=0.5: must be 1 or more (nearest 1)"],

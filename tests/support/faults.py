@@ -78,10 +78,10 @@ def _lost_data_sum(state: TrainState) -> None:
 
 def _lost_state() -> None:
     """Context: linear attention starts from zero on every rank."""
-    from megatron_ext.ops.kda import context
+    from megatron_ext.ops.kda import context, segments
 
     real = context.first_state
-    context.first_state = lambda *a, **k: torch.zeros_like(real(*a, **k))
+    context.first_state = segments.first_state = lambda *a, **k: torch.zeros_like(real(*a, **k))
 
 
 def _wrong_halo() -> None:

@@ -83,7 +83,7 @@ def test_bounds_within_a_part_are_those_of_the_row(lengths: list[int], ranks: in
     document = np.repeat(np.arange(len(lengths)), lengths)
     size = bounds[-1] // ranks
     for rank in range(ranks):
-        local, before = part_of(bounds, rank=rank, ranks=ranks)
+        local, before = part_of(bounds, start=rank * size, end=(rank + 1) * size)
         own = document[rank * size : (rank + 1) * size]
         wanted = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist(), size]
         assert local == wanted

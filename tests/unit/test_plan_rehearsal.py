@@ -146,6 +146,21 @@ def test_more_rows_for_the_busiest_rank_take_more_memory() -> None:
     assert more > even
 
 
+@pytest.mark.parametrize("context", [1, 2])
+def test_segments_of_linear_attention_need_less_in_a_plan(context: int) -> None:
+    words = ["model.num_layers=1", "model.attention=kda", "model.first_dense_layers=null"]
+    words += ["train.batch_tokens=4096", "data.sequence_length=4096", "train.micro_batch_size=1"]
+
+    def activations(*more: str) -> int:
+        config = nano(*words, f"parallel.context={context}", *more)
+        stage = rehearse(config, VOCABULARY, stage=0, imbalance=1.0)
+        return memory_of(config, stage, number=0, world_size=context).activations
+
+    whole, cut = activations(), activations("train.kda_segment_tokens=256")
+    # Queries, keys, values, decay and both gates, 128 wide in float32, at the least
+    assert whole - cut > 4096 // context * 6 * 128 * 4
+
+
 def test_chunks_of_tokens_keep_no_routed_rows() -> None:
     layer = ["model.num_layers=1", "model.first_dense_layers=0", "model.attention=kda"]
 

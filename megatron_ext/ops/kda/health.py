@@ -76,13 +76,21 @@ class AttentionHealth:
 
     @torch.no_grad()
     def add_decay(
-        self, z: Tensor, A_log: Tensor | None, dt_bias: Tensor, *, gate: Gate, lower_bound: float
+        self,
+        z: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor,
+        *,
+        gate: Gate,
+        lower_bound: float,
+        first: int = 0,
     ) -> None:
         """Add the decay gates of a micro-batch; arguments as `log_decay`: z [B, T, H, K].
 
-        Tiles are counted from the first token of each row, as the kernels do without documents.
+        Tiles are counted from the first token given, as the kernels do without documents.
+        `first`: tokens of each row that are given by another call before.
         """
-        z = z[:, : self._valid_tokens]
+        z = z[:, self._valid(first)]
         if not z.numel():  # this rank's part is all padding
             return
         heads = max(1, _AT_ONCE // z[:, :, 0].numel())
@@ -115,9 +123,10 @@ class AttentionHealth:
         sums[Sum.HISTOGRAM :] += counts
 
     @torch.no_grad()
-    def add_gate(self, count: Sum, total: Sum, logits: Tensor) -> None:
-        """Add sigmoid gates [B, T, ...], given before their sigmoid, to a pair of sums."""
-        logits = logits[:, : self._valid_tokens]
+    def add_gate(self, count: Sum, total: Sum, logits: Tensor, *, first: int = 0) -> None:
+        """Add sigmoid gates [B, T, ...], given before their sigmoid, to a pair of sums. `first` as
+        for `add_decay`."""
+        logits = logits[:, self._valid(first)]
         wide = torch.promote_types(logits.dtype, torch.float32)
         self.sums[count] += logits.numel()
         self.sums[total] += torch.sigmoid(logits.to(wide)).sum(dtype=torch.float64)
@@ -126,9 +135,14 @@ class AttentionHealth:
     def add_state(self, state: Tensor) -> None:
         """Add the states after the last token of each row or document: [N, H, K, V]. Does nothing
         where rows are padded: these states have seen the padding."""
-        if self._valid_tokens is not None:
+        if self._valid_tokens is not None or not state.numel():
             return
         self._raise(Maximum.STATE_NORM, torch.linalg.vector_norm(state, dim=(-2, -1)).amax())
+
+    def _valid(self, first: int) -> slice:
+        """Of tokens from `first` of a row on, those that are no padding."""
+        valid = self._valid_tokens
+        return slice(None if valid is None else max(0, valid - first))
 
     def _raise(self, place: Maximum, value: Tensor) -> None:
         self.maxima[place] = torch.maximum(self.maxima[place], value.double())
