@@ -24,6 +24,7 @@ class Calibration:
     peak_tflops: float
     dense_tflops: float
     grouped_tflops: float
+    fp32_tflops: float
     attention_tflops: float
     kda_ns: float
     kda_forward_ns: float

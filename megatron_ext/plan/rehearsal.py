@@ -228,10 +228,10 @@ class MeanLoad(AnyNumberAlltoAll):
         )
         self.kernels = moe.dispatcher.kernels
         self.imbalance = imbalance if self.ep_size > 1 else 1.0  # all rows come to one rank
-        sources = self.tp_size * self.ep_size
-        order = np.arange(sources * local)
-        self.sort_input_by_local_experts = torch.from_numpy(order.reshape(-1, local).T.ravel())
-        self.restore_output_by_local_experts = torch.from_numpy(order.reshape(local, -1).T.ravel())
+        # Where rows go has no cost of its own: one piece stands for those of all ranks and experts,
+        # which would be 896 operators a layer.
+        self.sort_input_by_local_experts = torch.from_numpy(np.zeros(1, np.int64))
+        self.restore_output_by_local_experts = self.sort_input_by_local_experts
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Rows by expert, as numbers on the host."""
@@ -246,7 +246,7 @@ class MeanLoad(AnyNumberAlltoAll):
             self.input_splits = _even(sent, self.ep_size).tolist()
             self.output_splits = by_rank[self.tp_rank].tolist()
             self.output_splits_tp = torch.from_numpy(by_rank.sum(1))
-        self.num_global_tokens_per_local_expert = torch.from_numpy(counts)
+        self.num_global_tokens_per_local_expert = torch.from_numpy(counts.sum(keepdims=True))
         return torch.from_numpy(counts.sum(0))
 
     def _maybe_dtoh_and_synchronize(

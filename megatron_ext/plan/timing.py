@@ -6,10 +6,10 @@ with the backward pass; and the host is taken to be fast enough. It ranks layout
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.layout import LayerKind, layer_kinds, stage_layers
-from megatron_ext.config.schema import Gate, Recompute, RunConfig
+from megatron_ext.config.schema import Gate, Precision, Recompute, RunConfig
 from megatron_ext.model.count import mla_core_flops
 from megatron_ext.plan.calibration import Calibration
 from megatron_ext.plan.memory import GRADIENT, MASTER, MOMENTS, data_ranks, micro_batches
@@ -73,6 +73,8 @@ def _stage(
     dense = sum(work.flops["dense"] for work in works) * count
     grouped = sum(work.flops["grouped"] for work in works) * count
     traffic = sum(work.traffic for work in works) * count
+    if config.run.precision is Precision.fp32:
+        calibration = _in_float32(calibration)
     linear, full = _attention(config, calibration, stage=number, micro_batches=count)
     messages = {"messages between ranks": 0.0, "reduce": 0.0}
     sent = step_traffic(config, stage, number=number, world_size=world_size)
@@ -89,6 +91,15 @@ def _stage(
         **messages,
         "optimizer": _optimizer_bytes(config, stage, world_size) / calibration.memory_tbs / 1e12,
     }
+
+
+def _in_float32(calibration: Calibration) -> Calibration:
+    """Matrix products of float32 are no quicker than `fp32_tflops`, whoever asks for them."""
+    speeds = {
+        name: min(getattr(calibration, name), calibration.fp32_tflops)
+        for name in ("dense_tflops", "grouped_tflops", "attention_tflops")
+    }
+    return replace(calibration, **speeds)
 
 
 def span(config: RunConfig, kind: str, *, world_size: int) -> int:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from megatron_ext.ops.without_memory import is_of_experts
+
 GRANULE = 512  # bytes; torch's CUDA allocator rounds every request up to a multiple
 # Bytes over a rank's link in a ring of n ranks, as a multiple of (n - 1) / n and the larger tensor.
 RING = {"allreduce": 2, "allgather_base": 1, "reduce_scatter_base": 1, "alltoall_base": 1}
@@ -91,7 +93,8 @@ class Tracker(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            self.work.flops["dense"] += flops
+            kind = "grouped" if is_of_experts(*args, *kwargs.values()) else "dense"
+            self.work.flops[kind] += flops
         elif packet is torch.ops.aten._grouped_mm:  # not in torch's registry
             self.work.flops["grouped"] += 2 * args[0].numel() * args[1].shape[-1]
         elif "empty" in packet.__name__:

@@ -18,6 +18,8 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -61,11 +63,19 @@ class Shell:
     """Runs the lines of one page in an empty folder that looks like the repository."""
 
     def __init__(self, launcher: Launcher, folder: Path) -> None:
-        self._launcher, self._folder, self._steps = launcher, folder, 0
+        self._launcher, self._folder = launcher, folder
+        self._steps: Counter[str] = Counter()
         for name in ("pretrain.py", "data", "docs", "examples", "launch"):
             (folder / name).symlink_to(ROOT / name)
 
     def __call__(self, line: str) -> None:
+        begin = time.monotonic()
+        self._run(line)
+        # Promised for the largest model in every layout; 10 to 15 s on a machine of one's own.
+        if "run.mode=plan model=k3 " in line:
+            assert time.monotonic() - begin < 60, line
+
+    def _run(self, line: str) -> None:
         words = shlex.split(line)
         if words[:2] == ["python", "pretrain.py"]:
             self._pretrain(words[2:], ranks=1)
@@ -73,7 +83,7 @@ class Shell:
             assert words[4] == "pretrain.py"
             self._pretrain(words[5:], ranks=int(words[3]))
         elif words[:2] == ["bash", "launch/local.sh"]:
-            self._process([*words, *self._short()])
+            self._process([*words, *self._short(words)])
         else:
             assert words[0] == "python", f"{line}: neither a program of ours nor marked as not run"
             self._process([sys.executable, *words[1:]])
@@ -88,14 +98,15 @@ class Shell:
         )
         assert done.returncode == 0, done.stderr
 
-    def _short(self) -> list[str]:
+    def _short(self, words: list[str]) -> list[str]:
         # One step more each time, so that no command finds its run finished by the one before.
-        self._steps += 1
-        return [*SHORT, f"train.steps={self._steps}"]
+        run = " ".join(word for word in words if word.startswith(("run.dir=", "run.name=")))
+        self._steps[run] += 1
+        return [*SHORT, f"train.steps={self._steps[run]}"]
 
     def _pretrain(self, words: list[str], *, ranks: int) -> None:
         if "run.mode=plan" not in words:
-            words = [*words, *self._short()]
+            words = [*words, *self._short(words)]
         code, text = self.run(words, ranks=ranks)
         assert code == 0, f"{shlex.join(words)}\n{text}"
 

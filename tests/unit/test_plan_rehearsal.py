@@ -131,6 +131,22 @@ def test_tensor_and_expert_parallelism_send_what_their_shapes_say() -> None:
     assert sent["tensor", "reduce_scatter"] > 0
 
 
+@pytest.mark.parametrize("words", [(), ("run.precision=bf16",), ("run.device=cpu",)])
+def test_products_of_experts_are_counted_apart_whatever_computes_them(
+    words: tuple[str, ...],
+) -> None:
+    # 12 experts, so that rows do not divide evenly.
+    config = compose(
+        ["run.mode=plan", "model=nano", "data=sample", "model.experts.num_experts=12", *words]
+    )
+    (chunk,) = rehearse(config, VOCABULARY, stage=0, imbalance=1.0).chunks
+    experts = config.model.experts
+    rows = config.train.micro_batch_size * config.data.sequence_length * experts.top_k
+    forward = 5 * 2 * rows * 3 * (experts.latent_size or 0) * experts.feed_forward_size
+    assert chunk.work_forward.flops["grouped"] == forward
+    assert chunk.work_backward.flops["grouped"] == 2 * forward
+
+
 def test_a_longer_context_parallel_rank_gathers_latents_and_states() -> None:
     config = nano("parallel.context=2", "run.mode=plan", "plan.world_size=2")
     sent = rehearse(config, VOCABULARY, stage=0, imbalance=1.0).chunks[0].work_forward.sent

@@ -41,6 +41,23 @@ def test_products_messages_and_waiting_add_up_by_hand() -> None:
     assert took["waiting for other stages"] == pytest.approx(waits)
 
 
+def test_products_in_float32_are_not_timed_with_the_speed_of_bfloat16() -> None:
+    words = ["run.mode=plan", "model=nano", "train.batch_tokens=1024", "train.micro_batch_size=1"]
+    took = {}
+    for precision in ("fp32", "bf16"):
+        config = compose([*words, f"run.precision={precision}"])
+        stage = rehearse(config, 384, stage=0, imbalance=1.0)
+        took[precision] = step_time(config, [stage], load_calibration(None), world_size=1).parts
+    speeds = load_calibration(None)
+    for name, speed in (
+        ("dense products", speeds.dense_tflops),
+        ("products of experts", speeds.grouped_tflops),
+        ("full attention", speeds.attention_tflops),
+    ):
+        ratio = took["fp32"][name] / took["bf16"][name]
+        assert ratio == pytest.approx(speed / speeds.fp32_tflops), name
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks"), [("tensor", 2), ("expert", 4), ("data", 16), ("pipeline", 32)]
 )
