@@ -56,11 +56,12 @@ SMALL = [
     "model.feed_forward_size=4096",
     "model.vocab_size=32768",
     "model.init_std=0.02",
-    "model.kda={num_heads:8,head_dim:128,value_dim:128,decay_rank:128,output_gate_rank:128}",
-    "model.mla={num_heads:8,q_lora_rank:512,kv_lora_rank:256,qk_nope_head_dim:128,"
-    "qk_rope_head_dim:64,v_head_dim:128}",
-    "model.experts={num_experts:32,top_k:4,latent_size:512,feed_forward_size:512,"
-    "shared_feed_forward_size:512}",
+    *(f"model.kda.{n}" for n in ("num_heads=8", "head_dim=128", "value_dim=128")),
+    *(f"model.kda.{n}" for n in ("decay_rank=128", "output_gate_rank=128")),
+    *(f"model.mla.{n}" for n in ("num_heads=8", "q_lora_rank=512", "kv_lora_rank=256")),
+    *(f"model.mla.{n}" for n in ("qk_nope_head_dim=128", "qk_rope_head_dim=64", "v_head_dim=128")),
+    *(f"model.experts.{n}" for n in ("num_experts=32", "top_k=4", "latent_size=512")),
+    *(f"model.experts.{n}" for n in ("feed_forward_size=512", "shared_feed_forward_size=512")),
     "residual=block",
     "residual.block_size=2",
     "data.sequence_length=8192",

@@ -43,19 +43,27 @@ def groups() -> Iterator[Any]:
         yield collection
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seed", [0, 3, 4, 8])
-def test_scores_are_those_of_the_reference(
-    tmp_path: Path, groups: Any, seed: int, backend: str
-) -> None:
+@pytest.fixture(scope="module", params=[0, 3, 4, 8])
+def published(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any], Any, Any]:
+    """A folder of weights, its fields, rows of tokens, and the reference's results for them."""
+    folder, seed = tmp_path_factory.mktemp("published") / "model", request.param
     fields = hf_configs.random_kind(seed)
-    write_random_folder(tmp_path, fields, seed)
+    write_random_folder(folder, fields, seed)
     rows = some_rows(fields["vocab_size"], seed)
-    truth = ReferenceModel(tmp_path)(rows.tokens, rows.documents)
+    return folder, fields, rows, ReferenceModel(folder)(rows.tokens, rows.documents)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_are_those_of_the_reference(
+    published: tuple[Path, dict[str, Any], Any, Any], groups: Any, backend: str
+) -> None:
+    folder, fields, rows, truth = published
     words, allowed = BACKENDS[backend]
     config = compose(
         [
-            f"model={tmp_path}/config.json",
+            f"model={folder}/config.json",
             "run.mode=score",
             "run.device=cuda",
             "score.tokens=none",
@@ -64,7 +72,7 @@ def test_scores_are_those_of_the_reference(
         ]
     )
     chunks = build(config, groups, vocab_size=fields["vocab_size"])
-    load_folder(tmp_path, chunks, groups)
+    load_folder(folder, chunks, groups)
     routing = {
         layer: np.concatenate([routes[layer].experts.int().numpy() for routes in truth.routes])
         for layer in truth.routes[0]

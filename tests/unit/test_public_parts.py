@@ -119,3 +119,9 @@ def test_kernels_are_products_by_their_names(load: Any) -> None:
     )
     assert all(kernel(name, 1.0, 1).is_product for name in products)
     assert not any(kernel(name, 1.0, 1).is_product for name in others)
+
+
+def test_every_case_is_a_configuration(load: Any) -> None:
+    bench = load("public_model")
+    for case in [*bench.CASES.values(), *bench.ON_CPU.values()]:
+        compose([*bench.COMMON, *case])
