@@ -52,6 +52,7 @@ __all__ = [
     "BalanceRule",
     "BinPlacement",
     "CheckpointOptions",
+    "ContextOrder",
     "DataOptions",
     "Device",
     "Dispatcher",
@@ -116,6 +117,11 @@ class Recompute(Enum):
     full = "full"  # whole layers
 
 
+class ContextOrder(Enum):
+    contiguous = "contiguous"  # those that it holds
+    head_tail = "head_tail"  # one share near the begin of a sequence and one near its end
+
+
 class Packing(Enum):
     concat = "concat"  # one after the other, cut where a sequence is full
     best_fit = "best_fit"  # cut only what must be
@@ -154,6 +160,9 @@ class ParallelOptions:
     pipeline: int = option(1, "Pipeline stages", unit="ranks")
     virtual_pipeline: int = option(1, "Model chunks a rank in the interleaved schedule")
     context: int = option(1, "Context parallel size", unit="ranks")
+    context_order: ContextOrder = option(
+        ContextOrder.contiguous, "Which queries of full attention a context parallel rank computes"
+    )
     expert: int = option(1, "Expert parallel size", unit="ranks")
     expert_tensor: int = option(1, "Tensor parallel size inside an expert", unit="ranks")
     sequence: bool | None = option(None, "Sequence parallelism; default: on when tensor > 1")

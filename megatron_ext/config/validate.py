@@ -28,6 +28,7 @@ from megatron_ext.config.schedule_rules import schedule_problems
 from megatron_ext.config.schema import (
     AttentionBackend,
     AttentionPattern,
+    ContextOrder,
     Device,
     ExpertBackend,
     KdaBackend,
@@ -175,6 +176,12 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             f"train.kda_segment_tokens={config.train.kda_segment_tokens}: there are no layers of "
             "linear attention to cut (allowed null; or model.attention=interleaved)",
             ("train.kda_segment_tokens", "model.attention"),
+        )
+    if kinds == {LayerKind.kda} and config.parallel.context_order is ContextOrder.head_tail:
+        yield Problem(
+            "parallel.context_order=head_tail: there are no layers of full attention to balance "
+            "(allowed contiguous; or model.attention=interleaved)",
+            ("parallel.context_order", "model.attention"),
         )
     if LayerKind.kda in kinds or LayerKind.gated in kinds:
         yield from kda_problems(config)

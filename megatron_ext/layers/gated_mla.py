@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ext.config.schema import KernelOptions, MlaOptions
+from megatron_ext.config.schema import ContextOrder, KernelOptions, MlaOptions
 from megatron_ext.layers.core_attention import SdpaAttention
 from megatron_ext.layers.linears import (
     ColumnShard,
@@ -46,7 +46,7 @@ from megatron_ext.layers.shared_heads import HeadShare
 from megatron_ext.ops.gating import head_gate
 from megatron_ext.ops.kda.health import AttentionHealth, Sum
 from megatron_ext.ops.latent_attention import LatentWidths, context_latent_attention
-from megatron_ext.parallel.context import span_of
+from megatron_ext.parallel.context import first_documents, span_of
 
 
 @dataclass
@@ -64,6 +64,7 @@ class GatedMLA(ShardedModule):
         kernels: backend of the output gate; None takes the defaults.
         submodules: the attention kernel.
         share: makes the `HeadShare` before the output projection; None: there is none.
+        context_order: under context parallelism, which rank computes which queries.
         pg_collection: process groups; None takes megatron-core's.
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
 
@@ -81,6 +82,7 @@ class GatedMLA(ShardedModule):
         options: MlaOptions,
         kernels: KernelOptions | None = None,
         share: Callable[..., HeadShare] | None = None,
+        context_order: ContextOrder = ContextOrder.contiguous,
         submodules: GatedMlaSubmodules | None = None,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
@@ -92,6 +94,7 @@ class GatedMLA(ShardedModule):
         self.cp_group = context_group(config, pg_collection)
         self.options = options
         self.kernels = kernels
+        self.context_order = context_order
         self.health: AttentionHealth | None = None
         self.local_heads = local_share(options.num_heads, tp_group, key="model.mla.num_heads")
         key_width = options.qk_nope_head_dim + options.qk_rope_head_dim
@@ -201,11 +204,16 @@ class GatedMLA(ShardedModule):
         """`_core` where a document may begin on an earlier rank, of which there is one at most.
 
         That one meets the latents of all ranks block by block; documents that begin here are
-        nobody else's, and go the usual way.
+        nobody else's, and go the usual way. In head-tail order the first one goes with the others'
+        wherever it began, and a rank computes what the order gives it.
         """
         options, length = self.options, q.shape[0]
         span = span_of(packed, tokens=length, group=group)
         end, bounds = span.first_end, span.cu_seqlens
+        firsts = None
+        if self.context_order is ContextOrder.head_tail:
+            firsts = first_documents(packed, tokens=length, group=group)
+            end = firsts[group.rank()][0]
         widths = LatentWidths(
             heads=self.local_heads,
             nope=options.qk_nope_head_dim,
@@ -221,6 +229,7 @@ class GatedMLA(ShardedModule):
                 scale=widths.key**-0.5,
                 before=span.before,
                 group=group,
+                firsts=firsts,
             )
         ]
         if end < length:

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_ext.config.layout import LayerKind, expert_layers, layer_kinds, stage_layers
-from megatron_ext.config.schema import BalanceOptions, ModelOptions, RunConfig
+from megatron_ext.config.schema import BalanceOptions, ContextOrder, ModelOptions, RunConfig
 from megatron_ext.layers.core_attention import attention_class
 from megatron_ext.layers.feed_forward import SituFeedForward
 from megatron_ext.layers.gated_mla import GatedMLA, GatedMlaSubmodules
@@ -27,7 +27,11 @@ from megatron_ext.parallel.pipeline import SourceCache
 
 
 def attention_spec(
-    model: ModelOptions, *, kind: LayerKind, segment_tokens: int | None = None
+    model: ModelOptions,
+    *,
+    kind: LayerKind,
+    segment_tokens: int | None = None,
+    context_order: ContextOrder = ContextOrder.contiguous,
 ) -> ModuleSpec:
     """The self-attention of one layer: KDA, gated MLA, or both under a gate."""
     if kind is LayerKind.kda:
@@ -43,14 +47,18 @@ def attention_spec(
         kernel = attention_class(model.mla.backend, require=model.mla.require)
         return ModuleSpec(
             module=GatedMLA,
-            params={"options": model.mla, "kernels": model.kernels},
+            params={
+                "options": model.mla,
+                "kernels": model.kernels,
+                "context_order": context_order,
+            },
             submodules=GatedMlaSubmodules(core_attention=kernel),
         )
     return ModuleSpec(
         module=GatedHybrid,
         submodules=GatedHybridSubmodules(
             kda=attention_spec(model, kind=LayerKind.kda, segment_tokens=segment_tokens),
-            mla=attention_spec(model, kind=LayerKind.mla),
+            mla=attention_spec(model, kind=LayerKind.mla, context_order=context_order),
         ),
     )
 
@@ -85,6 +93,7 @@ def layer_spec(
     balance: BalanceOptions | None = None,
     chunk_tokens: int | None = None,
     segment_tokens: int | None = None,
+    context_order: ContextOrder = ContextOrder.contiguous,
 ) -> ModuleSpec:
     """One pre-norm layer: x + attention(norm(x)), then x + feed-forward(norm(x)).
 
@@ -92,12 +101,15 @@ def layer_spec(
         balance: for a layer of experts, how their load is levelled; None for a dense one.
         chunk_tokens: tokens at the experts at once; None: all.
         segment_tokens: tokens in linear attention at once; None: all.
+        context_order: which queries of full attention a context parallel rank computes.
     """
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=attention_spec(model, kind=kind, segment_tokens=segment_tokens),
+            self_attention=attention_spec(
+                model, kind=kind, segment_tokens=segment_tokens, context_order=context_order
+            ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=feed_forward_spec(model, balance, chunk_tokens=chunk_tokens),
@@ -136,6 +148,7 @@ def block_spec(
             balance=config.balance if layer in experts else None,
             chunk_tokens=config.train.expert_chunk_tokens,
             segment_tokens=config.train.kda_segment_tokens,
+            context_order=config.parallel.context_order,
         )
         for layer in layers
     ]

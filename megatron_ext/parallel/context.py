@@ -56,11 +56,13 @@ class ContextDocuments(PackedSeqParams):
         bounds: of the documents of the row, on the host.
         span: of this rank.
         segments: of this rank's part, by their size; filled by `segment_spans`.
+        firsts: of every rank; filled by `first_documents`.
     """
 
     bounds: tuple[int, ...] = ()
     span: Span | None = None
     segments: dict[int, list[Span]] = field(default_factory=dict)
+    firsts: list[tuple[int, int]] = field(default_factory=list)
 
 
 def part_of(bounds: Sequence[int], *, start: int, end: int) -> tuple[list[int], int]:
@@ -142,6 +144,26 @@ def segment_spans(
             for start, end in zip(starts, ends, strict=True)
         ]
     return known[size]
+
+
+def first_documents(
+    packed: PackedSeqParams | None, *, tokens: int, group: dist.ProcessGroup
+) -> list[tuple[int, int]]:
+    """Of the first document on every rank's part: its tokens there, and those on earlier ranks.
+
+    Args: as `span_of`.
+    """
+    starts = [rank * tokens for rank in range(group.size())]
+    if packed is None:
+        return [(tokens, start) for start in starts]
+    known = packed.firsts if isinstance(packed, ContextDocuments) else []
+    if not known:
+        bounds = packed.bounds if isinstance(packed, ContextDocuments) else ()
+        bounds = bounds or tuple(packed.cu_seqlens_q.tolist())
+        for start in starts:
+            local, before = part_of(bounds, start=start, end=start + tokens)
+            known.append((local[1], before))
+    return known
 
 
 def _rank_span(bounds: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> Span:

@@ -47,6 +47,13 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["model.first_dense_layers=null", "train.expert_chunk_tokens=64", "optim.lr=1e-3"],
         ["train.expert_chunk_tokens=64: there are no layers of experts to give chunks to"],
     ),
+    "order_of_no_full_attention": (
+        ["model.attention=kda", "parallel.context_order=head_tail", "train.batch_tokens=100"],
+        [
+            "parallel.context_order=head_tail: there are no layers of full attention to balance",
+            "train.batch_tokens=100: must be a multiple of",
+        ],
+    ),
     "segments_of_full_attention": (
         ["model.attention=mla", "train.kda_segment_tokens=64"],
         ["train.kda_segment_tokens=64: there are no layers of linear attention to cut"],

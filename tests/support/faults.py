@@ -92,6 +92,14 @@ def _wrong_halo() -> None:
     context._from = lambda x, group, rank: real(x, group, group.rank())
 
 
+def _halves_swapped() -> None:
+    """Context, head-tail order: the two halves of a rank come back in the other order."""
+    from megatron_ext.ops.latent_attention.head_tail import HeadTail
+
+    real = HeadTail.to_home
+    HeadTail.to_home = lambda self, x: torch.cat(real(self, x).chunk(2, 1)[::-1], 1)
+
+
 def _lost_latent_sum() -> None:
     """Context: latents keep the gradient of their own rank's queries only."""
     from megatron_ext.ops.latent_attention import context
@@ -261,6 +269,7 @@ FAULTS = {
     "lost_data_sum": Fault(after=_lost_data_sum),
     "lost_state": Fault(before=_lost_state),
     "wrong_halo": Fault(before=_wrong_halo),
+    "halves_swapped": Fault(before=_halves_swapped),
     "lost_latent_sum": Fault(before=_lost_latent_sum),
     "lost_query_sum": Fault(after=_lost_query_sum),
     "lost_kept_gradient": Fault(before=_lost_kept_gradient),

@@ -40,6 +40,7 @@ SHARED = ["residual=shared", "residual.block_size=3", "residual.share_std=0.2"]
 # Tokens of a micro-batch are not a multiple, on one rank nor on two.
 # Of linear attention: some documents are longer than a segment, some shorter.
 SEGMENTS = ["train.kda_segment_tokens=5"]
+HEAD_TAIL = "parallel.context_order=head_tail"
 CHUNKS = ["train.expert_chunk_tokens=12"]
 # As many experts as Kimi K3 has, some of which get no token of so small a batch.
 MANY = [
@@ -78,10 +79,10 @@ CASES: dict[str, list[str]] = {
     "ep2": ["parallel.expert=2"],
     "ep2_sharded": ["parallel.expert=2", "parallel.distributed_optimizer=true"],
     "ep2_allgather": ["parallel.expert=2", "model.experts.dispatcher=allgather"],
-    "one_chunks": CHUNKS,
-    # Whole tiles, from whose first token the strongest decay is counted.
-    "one_segments": ["train.kda_segment_tokens=16"],
-    "cp2_segments": ["parallel.context=2", *SEGMENTS],
+    "cp2_head_tail_awkward": ["parallel.context=2", HEAD_TAIL, *AWKWARD],
+    "tp2_sp_cp2_head_tail_recompute_selective": [
+        *("parallel.tensor=2", "parallel.context=2", HEAD_TAIL, "train.recompute=selective")
+    ],
     "cp2_segments_awkward": ["parallel.context=2", *SEGMENTS, *AWKWARD],
     "tp2_sp_cp2_ep2_segments_recompute_full": [
         *SEGMENTS,

@@ -5,7 +5,10 @@ Ranks are threads, in float64.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from megatron_ext.ops.latent_attention import (
     LatentWidths,
+    context,
     context_latent_attention,
     latent_attention_reference,
 )
@@ -73,8 +77,11 @@ def truth(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"o": o.detach()} | dict(zip(leaves, grads, strict=True))
 
 
-def over_ranks(case: Case, given: dict[str, Tensor], *, ranks: int) -> dict[str, Tensor]:
+def over_ranks(
+    case: Case, given: dict[str, Tensor], *, ranks: int, balanced: bool = False
+) -> dict[str, Tensor]:
     size = case.tokens // ranks
+    firsts = [(size, rank * size) for rank in range(ranks)] if balanced else None
 
     def part(group: dist.ProcessGroup) -> dict[str, Tensor]:
         own = slice(group.rank() * size, (group.rank() + 1) * size)
@@ -89,6 +96,7 @@ def over_ranks(case: Case, given: dict[str, Tensor], *, ranks: int) -> dict[str,
             scale=SCALE,
             before=own.start,
             group=group,
+            firsts=firsts,
             block_tokens=case.block,
             kernel=case.kernel,
         )
@@ -102,14 +110,51 @@ def over_ranks(case: Case, given: dict[str, Tensor], *, ranks: int) -> dict[str,
     return found | {"weight": torch.stack([p["weight"] for p in parts]).sum(0)}
 
 
+@pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_equal_the_whole_sequence(name: str) -> None:
+def test_ranks_equal_the_whole_sequence(name: str, balanced: bool) -> None:
     case = CASES[name]
     given = problem(case)
     want = truth(case, given)
     for ranks in (1, 2, 4):
-        for key, got in over_ranks(case, given, ranks=ranks).items():
+        for key, got in over_ranks(case, given, ranks=ranks, balanced=balanced).items():
             torch.testing.assert_close(got, want[key], **EXACT, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_head_tail_order_gives_every_rank_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of a query and a key that ranks compute, counted where blocks are."""
+    case, ranks = Case(64, block=3), 4
+    given, own = problem(case), threading.local()
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **rest: Any) -> Any:
+        queries, keys = q.shape[1], k.shape[1]
+        own.pairs = getattr(own, "pairs", 0)
+        own.pairs += queries * (queries + 1) // 2 if causal else queries * keys
+        return attend(q, k, v, causal=causal, **rest)
+
+    monkeypatch.setattr(context, "attend", counted)
+
+    def pairs(group: dist.ProcessGroup, *, balanced: bool) -> int:
+        own.pairs = 0
+        x = {name: value.chunk(ranks, 1)[group.rank()] for name, value in given.items()}
+        context_latent_attention(
+            x["q"],
+            x["latent"].transpose(0, 1),
+            given["weight"],
+            widths=case.widths,
+            scale=SCALE,
+            before=16 * group.rank(),
+            group=group,
+            firsts=[(16, 16 * rank) for rank in range(ranks)] if balanced else None,
+            block_tokens=case.block,
+        )
+        return int(own.pairs)
+
+    mean = 64 * 65 // 2 / ranks
+    uneven = run_ranks(ranks, partial(pairs, balanced=False))
+    assert sum(uneven) == mean * ranks
+    assert max(uneven) / mean == pytest.approx(2 - 1 / ranks, rel=0.02)
+    assert run_ranks(ranks, partial(pairs, balanced=True)) == [mean] * ranks
 
 
 def test_a_document_that_began_on_an_earlier_rank_sees_its_own_tokens_only() -> None:

@@ -162,6 +162,15 @@ def test_more_rows_for_the_busiest_rank_take_more_memory() -> None:
     assert more > even
 
 
+def test_queries_in_head_tail_order_travel_and_come_back() -> None:
+    words = ["model.num_layers=1", "model.attention=mla", "model.first_dense_layers=null"]
+    config = nano(*words, "parallel.context=2", "parallel.context_order=head_tail")
+    (chunk,) = rehearse(config, VOCABULARY, stage=0, imbalance=1.0).chunks
+    # Two rows of 128 tokens a rank, 4 heads; queries are 48 and values 32 wide, in float32.
+    held = 2 * 128 * 4 * (48 + 32) * 4
+    assert chunk.work_forward.sent["context", "alltoall"] == held // 2  # one half of two stays
+
+
 @pytest.mark.parametrize("context", [1, 2])
 def test_segments_of_linear_attention_need_less_in_a_plan(context: int) -> None:
     words = ["model.num_layers=1", "model.attention=kda", "model.first_dense_layers=null"]

@@ -12,7 +12,7 @@ of the two key parts, V of a value, C of the compressed latent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron_ext.ops.latent_attention.blocks import (
     attend_backward,
     choose_kernel,
 )
+from megatron_ext.ops.latent_attention.head_tail import HeadTail, Queries
 
 BLOCK_BYTES = 1 << 28
 
@@ -61,6 +62,7 @@ def context_latent_attention(
     scale: float,
     before: int,
     group: dist.ProcessGroup,
+    firsts: Sequence[tuple[int, int]] | None = None,
     block_tokens: int | None = None,
     kernel: Kernel | None = None,
 ) -> Tensor:
@@ -77,6 +79,8 @@ def context_latent_attention(
         scale: factor on q k^T.
         before: tokens of that document on earlier ranks.
         group: ranks in the order of the sequence.
+        firsts: (E, before) of every rank: queries are computed in head-tail order, see
+            `head_tail`. None: each rank computes its own.
         block_tokens: tokens whose keys and values exist at once; None: as many as take 256 MiB.
         kernel: of a block; None: what suits device and dtype.
 
@@ -85,15 +89,17 @@ def context_latent_attention(
         the group. That of ``latent`` is complete.
     """
     block = block_tokens or block_for(widths, batch=q.shape[0], element_bytes=latent.element_size())
+    order = None if firsts is None else HeadTail(firsts, length=latent.shape[0], group=group)
+    own = Queries(group.rank() * latent.shape[0], q.shape[1], before)
     out: Tensor = _ContextLatentAttention.apply(  # type: ignore[no-untyped-call]
-        q, latent, weight, widths, scale, before, group, block, kernel or choose_kernel(q)
+        q, latent, weight, widths, scale, own, order, group, block, kernel or choose_kernel(q)
     )
     return out
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Queries [first, last) of a rank against keys [start, stop) of the whole sequence."""
+    """Queries [first, last) of those computed here against keys [start, stop) of the row."""
 
     first: int
     last: int
@@ -111,63 +117,70 @@ class _ContextLatentAttention(torch.autograd.Function):
         weight: Tensor,
         widths: LatentWidths,
         scale: float,
-        before: int,
+        own: Queries,
+        order: HeadTail | None,
         group: dist.ProcessGroup,
         block: int,
         kernel: Kernel,
     ) -> Tensor:
         everyone = _gather(latent, group)
-        place = group.rank() * latent.shape[0]
+        if order is not None:
+            q = order.to_owners(q)
+        computed = [own] if order is None else order.computed
         wide = torch.promote_types(q.dtype, torch.float32)
         batch, queries = q.shape[:2]
         merged = torch.zeros(*q.shape[:3], widths.value, dtype=wide, device=q.device)
         total = torch.full((batch, widths.heads, queries), -torch.inf, dtype=wide, device=q.device)
-        for parts in _blocks(queries, place=place, before=before, size=block):
+        for parts in _blocks(computed, size=block):
             rows = everyone[parts[0].start : parts[0].stop]
             k, v = _expand(rows, weight, widths)
             for part in parts:
-                own = slice(part.first, part.last)
-                o, lse = attend(q[:, own], k, v, scale=scale, causal=part.causal, kernel=kernel)
-                _merge(merged[:, own], total[:, :, own], o, lse)
+                some = slice(part.first, part.last)
+                o, lse = attend(q[:, some], k, v, scale=scale, causal=part.causal, kernel=kernel)
+                _merge(merged[:, some], total[:, :, some], o, lse)
         out = merged.to(q.dtype)
         ctx.save_for_backward(q, latent, weight, out, total)
-        ctx.options = (widths, scale, before, group, block, kernel)
-        return out
+        ctx.options = (widths, scale, computed, order, group, block, kernel)
+        return out if order is None else order.to_home(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, latent, weight, out, total = ctx.saved_tensors
-        widths, scale, before, group, block, kernel = ctx.options
+        widths, scale, computed, order, group, block, kernel = ctx.options
         everyone = _gather(latent, group)
-        place = group.rank() * latent.shape[0]
         d_o = grads[0].contiguous()
+        if order is not None:
+            d_o = order.to_owners(d_o)
         d_q = torch.zeros_like(q, dtype=total.dtype)
         d_weight = torch.zeros_like(weight, dtype=total.dtype)
         d_everyone = torch.zeros_like(everyone)
-        for parts in _blocks(q.shape[1], place=place, before=before, size=block):
+        for parts in _blocks(computed, size=block):
             keys = slice(parts[0].start, parts[0].stop)
             k, v = _expand(everyone[keys], weight, widths)
             d_k, d_v = (torch.zeros_like(x, dtype=total.dtype) for x in (k, v))
             for part in parts:
-                own = slice(part.first, part.last)
+                some = slice(part.first, part.last)
                 found = attend_backward(
-                    d_o[:, own],
-                    q[:, own],
+                    d_o[:, some],
+                    q[:, some],
                     k,
                     v,
-                    out[:, own],
-                    total[:, :, own],
+                    out[:, some],
+                    total[:, :, some],
                     scale=scale,
                     causal=part.causal,
                     kernel=kernel,
                 )
-                for target, value in zip((d_q[:, own], d_k, d_v), found, strict=True):
+                for target, value in zip((d_q[:, some], d_k, d_v), found, strict=True):
                     target += value
             _contract(everyone[keys], weight, widths, d_k, d_v, d_everyone[keys], d_weight)
         d_latent = torch.empty_like(latent)
         dist.reduce_scatter_tensor(d_latent, d_everyone, group=group)
-        return d_q.to(q.dtype), d_latent, d_weight.to(weight.dtype), *(None,) * 6
+        d_q = d_q.to(q.dtype)
+        if order is not None:
+            d_q = order.to_home(d_q)
+        return d_q, d_latent, d_weight.to(weight.dtype), *(None,) * 7
 
 
 def _gather(latent: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -177,19 +190,23 @@ def _gather(latent: Tensor, group: dist.ProcessGroup) -> Tensor:
     return everyone
 
 
-def _blocks(queries: int, *, place: int, before: int, size: int) -> Iterator[list[_Part]]:
-    """Blocks of keys, each with the queries that see it: all of them when it lies on earlier ranks,
-    else its own, causally, and those after it."""
-    if queries == 0:
-        return
-    for start in range(place - before, place, size):
-        yield [_Part(0, queries, start, min(place, start + size), causal=False)]
-    for start in range(0, queries, size):
-        stop = min(queries, start + size)
-        parts = [_Part(start, stop, place + start, place + stop, causal=True)]
-        if stop < queries:
-            parts.append(_Part(stop, queries, place + start, place + stop, causal=False))
-        yield parts
+def _blocks(computed: Sequence[Queries], *, size: int) -> Iterator[list[_Part]]:
+    """Blocks of keys, each with the queries that see it: all of some consecutive ones when it lies
+    before them, else its own, causally, and those after it."""
+    first = 0
+    for queries in computed:
+        last, place = first + queries.count, queries.place
+        if queries.count:
+            for start in range(place - queries.before, place, size):
+                yield [_Part(first, last, start, min(place, start + size), causal=False)]
+        for begin in range(first, last, size):
+            end, start = min(last, begin + size), place + begin - first
+            stop = start + end - begin
+            parts = [_Part(begin, end, start, stop, causal=True)]
+            if end < last:
+                parts.append(_Part(end, last, start, stop, causal=False))
+            yield parts
+        first = last
 
 
 def _expand(rows: Tensor, weight: Tensor, widths: LatentWidths) -> tuple[Tensor, Tensor]:
@@ -210,14 +227,14 @@ def _contract(
     d_rows: Tensor,
     d_weight: Tensor,
 ) -> None:
-    """The backward pass of ``_expand``: fills ``d_rows`` and adds to ``d_weight``."""
+    """The backward pass of ``_expand``: adds to ``d_rows`` and ``d_weight``."""
     compressed, _ = _split(rows, widths)
     d_nope, d_shared = torch.split(d_k, [widths.nope, widths.shared], -1)
     d_both = torch.cat((d_nope, d_v), -1).flatten(2).to(weight.dtype)
     d_weight += d_both.flatten(0, 1).t() @ compressed.flatten(0, 1)
     d_compressed, d_key = _split(d_rows, widths)
-    d_compressed.copy_(d_both @ weight)
-    d_key.copy_(d_shared.sum(2))
+    d_compressed += d_both @ weight
+    d_key += d_shared.sum(2)
 
 
 def _split(rows: Tensor, widths: LatentWidths) -> tuple[Tensor, Tensor]:
