@@ -7,6 +7,7 @@ python pretrain.py --help
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
@@ -72,4 +73,6 @@ def sweep(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    gc.freeze()  # else the interpreter looks through all that was imported as it ends: seconds
+    sys.exit(code)
