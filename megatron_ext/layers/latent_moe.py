@@ -16,6 +16,11 @@ over experts and before the up-projection, so the overall size of the weights do
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,7 +43,13 @@ from megatron_ext.layers.feed_forward import SituFeedForward
 from megatron_ext.layers.linears import DuplicatedLinear, ShardedModule
 from megatron_ext.layers.norms import RMSNorm
 from megatron_ext.layers.router import BalancedRouter
-from megatron_ext.ops.expert_rows import expert_rows, sum_rows, take_rows
+from megatron_ext.ops.expert_rows import (
+    expert_rows,
+    order_by_expert,
+    reorder,
+    sum_rows,
+    take_rows,
+)
 from megatron_ext.ops.segments import by_segments
 
 GROUPS = ["tp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "expt_dp"]
@@ -48,21 +59,39 @@ class AnyNumberAlltoAll(MoEAlltoAllTokenDispatcher):
     """megatron-core's all-to-all where a token may take any number of experts.
 
     Without its capacity mode the original takes every token to have exactly top-k, which padding
-    (none) and rules with a threshold or with dropped slots do not keep. The first permutation and
-    the last sum are our own: a token's experts are added in float32, in their order.
+    (none) and rules with a threshold or with dropped slots do not keep. The permutations and the
+    last sum are our own: rows of many experts come into order by one index instead of by a slice
+    for each rank and expert, and a token's experts are added in float32, in their order.
 
     Attributes:
         kernels: backend of the sums; None takes the defaults.
+        known_rows: rows of the next pass, if that is known without asking the device: a rank that
+            has all experts then waits for no device.
     """
 
+    num_local_experts: int
     kernels: KernelOptions | None = None
+    known_rows: int | None = None
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Also counts the rows, before the first permutation needs their number on the host."""
         counts = super().preprocess(routing_map)
-        self.num_out_tokens = routing_map.sum()
-        self._maybe_update_cuda_sync_point("before_permutation_1")
+        if not self._waits_for_nothing():
+            self.num_out_tokens = routing_map.sum()
+            self._maybe_update_cuda_sync_point("before_permutation_1")
+        # On the device still; megatron-core moves its own to the host.
+        self.rows_by_rank = getattr(self, "num_global_tokens_per_local_expert", None)
         return counts
+
+    def _waits_for_nothing(self) -> bool:
+        return self.known_rows is not None and self.tp_size * self.ep_size == 1
+
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Any:
+        if self._waits_for_nothing():
+            return tokens_per_expert
+        return super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -77,6 +106,41 @@ class AnyNumberAlltoAll(MoEAlltoAllTokenDispatcher):
         taken = self.rows.token * probs.shape[1] + self.rows.expert
         weights = probs.flatten().gather(0, taken)
         return take_rows(hidden_states, self.rows, kernels=self.kernels), weights
+
+    def dispatch_postprocess(
+        self, global_input_tokens: Tensor, global_probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows [M', L] and weights [M'] of this rank's experts by expert, and how many each has."""
+        with self._without_slices():
+            rows, counts, weights = super().dispatch_postprocess(global_input_tokens, global_probs)
+        self.sorting = self._sorting(rows)
+        if self.sorting is not None:
+            rows, weights = (reorder(x, *self.sorting) for x in (rows, weights))
+        return rows, counts, weights
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Rows by expert, [M', L], back by rank."""
+        if self.sorting is not None:
+            order, back = self.sorting
+            hidden_states = reorder(hidden_states, back, order)
+        with self._without_slices():
+            return super().combine_preprocess(hidden_states)
+
+    def _sorting(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What brings rows by rank into the order of experts, and back; None: they are in it."""
+        if self.rows_by_rank is None or self.tp_size * self.ep_size == 1:
+            return None
+        return order_by_expert(self.rows_by_rank, rows=rows.shape[0])
+
+    @contextmanager
+    def _without_slices(self) -> Iterator[None]:
+        """megatron-core sorts where a rank has several experts; told that it has one, it does all
+        else."""
+        several, self.num_local_experts = self.num_local_experts, 1
+        try:
+            yield
+        finally:
+            self.num_local_experts = several
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """What came back, [M, L], as sums at the tokens [t, L]."""
@@ -210,12 +274,15 @@ class LatentMoE(ShardedModule):
         shared_out = self.config.sequence_parallel or self.tp_group.size() == 1
         rows = latent.flatten(0, 1)
         tokens = rows.shape[0]
+        # Whether every row is taken by exactly k experts, and how many rows there are is known.
+        balancer, hook = self.router.balancer, self.router.hook
+        exact = padding_mask is None and balancer.exactly_top_k and hook is None and shared_out
         if not shared_out:
             missing = -tokens % self.tp_group.size()  # rows that no expert takes
             rows, weights, chosen = (F.pad(x, (0, 0, 0, missing)) for x in (rows, weights, chosen))
             rows, weights = (self._scatter(x) for x in (rows, weights))
             chosen = self._my_part(chosen, rows.shape[0])
-        rows = self._in_chunks(rows, weights, chosen)
+        rows = self._in_chunks(rows, weights, chosen, exact=exact)
         if not shared_out:
             rows = tensor_parallel.gather_from_sequence_parallel_region(
                 rows, tensor_parallel_output_grad=False, group=self.tp_group
@@ -229,21 +296,25 @@ class LatentMoE(ShardedModule):
             out = out + self.shared(hidden_states)[0]
         return out, None
 
-    def _in_chunks(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def _in_chunks(self, rows: Tensor, weights: Tensor, chosen: Tensor, *, exact: bool) -> Tensor:
         """`_through_experts`, some tokens at a time if there are many."""
-        size = self.chunk_tokens
+        size, through = self.chunk_tokens, partial(self._through_experts, exact=exact)
         if size is None or rows.shape[0] <= size:
-            return self._through_experts(rows, weights, chosen)
+            return through(rows, weights, chosen)
         return by_segments(
-            lambda number, parts, carry: (self._through_experts(*parts), ()),
+            lambda number, parts, carry: (through(*parts), ()),
             (rows, weights, chosen),
             tuple(self.experts.parameters()),
             size=size,
         )
 
-    def _through_experts(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def _through_experts(
+        self, rows: Tensor, weights: Tensor, chosen: Tensor, *, exact: bool
+    ) -> Tensor:
         """Dispatch [t, L] rows by the map [t, E], apply the experts, and bring back the sums."""
         dispatcher = self.dispatcher
+        if isinstance(dispatcher, AnyNumberAlltoAll):
+            dispatcher.known_rows = rows.shape[0] * self.router.options.top_k if exact else None
         rows, weights = dispatcher.dispatch_preprocess(rows, chosen, weights)
         rows, weights = dispatcher.token_dispatch(rows, weights)
         rows, counts, weights = dispatcher.dispatch_postprocess(rows, weights)
@@ -252,7 +323,7 @@ class LatentMoE(ShardedModule):
         out = dispatcher.combine_postprocess(rows)
         # Kept, weights would keep the graph of this pass alive, and through it the whole model;
         # maps of all layers are gigabytes.
-        for name in ("probs", "local_probs", "routing_map", "local_map", "rows"):
+        for name in ("probs", "local_probs", "routing_map", "local_map", "rows", "sorting"):
             vars(dispatcher).pop(name, None)
         return out
 

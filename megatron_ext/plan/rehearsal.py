@@ -228,10 +228,6 @@ class MeanLoad(AnyNumberAlltoAll):
         )
         self.kernels = moe.dispatcher.kernels
         self.imbalance = imbalance if self.ep_size > 1 else 1.0  # all rows come to one rank
-        # Where rows go has no cost of its own: one piece stands for those of all ranks and experts,
-        # which would be 896 operators a layer.
-        self.sort_input_by_local_experts = torch.from_numpy(np.zeros(1, np.int64))
-        self.restore_output_by_local_experts = self.sort_input_by_local_experts
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Rows by expert, as numbers on the host."""
@@ -246,13 +242,18 @@ class MeanLoad(AnyNumberAlltoAll):
             self.input_splits = _even(sent, self.ep_size).tolist()
             self.output_splits = by_rank[self.tp_rank].tolist()
             self.output_splits_tp = torch.from_numpy(by_rank.sum(1))
-        self.num_global_tokens_per_local_expert = torch.from_numpy(counts.sum(keepdims=True))
         return torch.from_numpy(counts.sum(0))
 
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Any:
         return tokens_per_expert
+
+    def _sorting(self, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.tp_size * self.ep_size == 1:
+            return None
+        order = torch.empty(rows.shape[0], dtype=torch.int64, device=rows.device)
+        return order, torch.empty_like(order)
 
 
 def _even(total: int, parts: int) -> np.ndarray[Any, np.dtype[np.int64]]:

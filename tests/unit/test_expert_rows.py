@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.ops.expert_rows import expert_rows, sum_rows, take_rows
+from megatron_ext.ops.expert_rows import (
+    expert_rows,
+    order_by_expert,
+    reorder,
+    sum_rows,
+    take_rows,
+)
 
 
 def test_rows_are_sorted_by_expert_and_found_by_token():
@@ -37,3 +43,14 @@ def test_sums_of_16_bit_rows_are_rounded_once():
     token = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     (grad,) = torch.autograd.grad(take_rows(token, rows).sum(), token)
     assert grad.item() == 300
+
+
+def test_rows_of_ranks_come_into_the_order_of_experts_and_back():
+    # Rank 0 has 2 rows for expert 0 and 1 for expert 2; rank 1 has 1, 3 and none.
+    counts = torch.tensor([[2, 0, 1], [1, 3, 0]])
+    order, back = order_by_expert(counts, rows=7)
+    assert order.tolist() == [0, 1, 3, 4, 5, 6, 2]
+    x = torch.randn(7, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(reorder(reorder(x, order, back), back, order), x)
+    assert torch.autograd.gradcheck(lambda x: reorder(x, order, back).square(), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: reorder(x, order, back).square(), (x,))

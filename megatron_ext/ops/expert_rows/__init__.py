@@ -64,6 +64,30 @@ def sum_rows(x: Tensor, rows: ExpertRows, *, kernels: KernelOptions | None = Non
     return total
 
 
+def order_by_expert(counts: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
+    """How rows that lie by rank, and of a rank by expert, come to lie by expert, and by rank there.
+
+    Args:
+        counts: integer [R, E], rows of each rank for each expert.
+        rows: their sum; a number on the host, so that no device is waited for.
+
+    Returns:
+        int64 [rows] each: of every row of the new order its place in the old one, and the reverse.
+    """
+    ranks, experts = counts.shape
+    expert = torch.arange(experts, device=counts.device).repeat(ranks)
+    expert = expert.repeat_interleave(counts.flatten(), output_size=rows)
+    order = torch.argsort(expert, stable=True)
+    back = torch.empty_like(order)
+    return order, back.scatter_(0, order, torch.arange(rows, device=order.device))
+
+
+def reorder(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """``x[order]`` of a permutation and its inverse, both int64 [M]; of x [M, ...]."""
+    out: Tensor = _Reorder.apply(x, order, back)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
 @cache
 def resolve_backend(
     backend: KernelBackend, device: torch.device, dtype: torch.dtype, *, require: bool = False
@@ -121,6 +145,20 @@ class _SumRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return grads[0].index_select(0, ctx.rows.token), None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """The gradient of a permutation is its inverse: a copy, where torch would add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(order, back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        order, back = ctx.saved_tensors
+        return reorder(grads[0], back, order), None, None
 
 
 @cache
