@@ -28,13 +28,11 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 GPU = Runtime(0, 1, 0, torch.device("cuda", 0), "nccl")
-# Words, and the largest mean difference of a log-probability. float32 keeps seven digits; the fast
-# kernels of a bf16 model round every tensor to eight bits, through up to 13 layers.
-BACKENDS = {
-    "dense": (["model.kda.backend=dense", "model.kernels.backend=dense"], 1e-4),
-    "triton": (["model.kda.backend=dense", "model.kernels.backend=triton"], 1e-4),
-    "fast": (["run.precision=bf16"], 5e-2),
-}
+PLAIN = ["model.kda.backend=dense", "model.kernels.backend=dense"]
+OURS = ["model.kda.backend=dense", "model.kernels.backend=triton"]
+
+
+Published = tuple[Path, dict[str, Any], Any, Any]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def groups() -> Iterator[Any]:
 @pytest.fixture(scope="module", params=[0, 3, 4, 8])
 def published(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, Any], Any, Any]:
+) -> Published:
     """A folder of weights, its fields, rows of tokens, and the reference's results for them."""
     folder, seed = tmp_path_factory.mktemp("published") / "model", request.param
     fields = hf_configs.random_kind(seed)
@@ -55,12 +53,9 @@ def published(
     return folder, fields, rows, ReferenceModel(folder)(rows.tokens, rows.documents)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scores_are_those_of_the_reference(
-    published: tuple[Path, dict[str, Any], Any, Any], groups: Any, backend: str
-) -> None:
+def distance(published: Published, groups: Any, words: list[str]) -> float:
+    """Mean difference of a log-probability from the reference's, in nats."""
     folder, fields, rows, truth = published
-    words, allowed = BACKENDS[backend]
     config = compose(
         [
             f"model={folder}/config.json",
@@ -82,4 +77,17 @@ def test_scores_are_those_of_the_reference(
     expected = torch.cat(truth.log_probabilities).detach()
     found = scores.log_probabilities.cpu()
     assert torch.equal(found.isnan(), expected.isnan())
-    assert (found - expected).abs().nanmean() <= allowed
+    return float((found - expected).abs().nanmean())
+
+
+@pytest.mark.parametrize("words", [PLAIN, OURS], ids=["dense", "triton"])
+def test_float32_scores_are_those_of_the_reference(
+    published: Published, groups: Any, words: list[str]
+) -> None:
+    assert distance(published, groups, words) <= 1e-4
+
+
+def test_fast_kernels_cost_no_more_than_bfloat16_does(published: Published, groups: Any) -> None:
+    """What bfloat16 costs depends on the model: 0.02 to 0.09 for these on a CPU."""
+    rounding = distance(published, groups, ["run.precision=bf16", *PLAIN])
+    assert distance(published, groups, ["run.precision=bf16"]) <= 1.5 * rounding
