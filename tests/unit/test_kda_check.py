@@ -130,7 +130,7 @@ def test_it_leaves_the_generators_of_training_alone() -> None:
 def test_cudnn_is_given_more_room_for_the_gate_and_fla_is_not() -> None:
     half = torch.bfloat16
     cudnn, fla = (bound(b, half, tf32=True) for b in (KdaBackend.cudnn, KdaBackend.fla))
-    assert [cudnn.limit(n) for n in ("o", "d_k", "d_z", "d_A_log")] == [1e-2, 1e-2, 6e-2, 1e-1]
+    assert [cudnn.limit(n) for n in ("o", "d_k", "d_z", "d_A_log")] == [1e-2, 1e-2, 6e-2, 2e-1]
     assert [fla.limit(n) for n in ("o", "d_k", "d_z", "d_A_log")] == [1e-2, 1e-2, 1e-2, 5e-2]
     assert bound(KdaBackend.dense, torch.float32, tf32=False).values == 1e-5
 

@@ -65,7 +65,7 @@ class Bound:
 
 
 def bound(backend: KdaBackend, dtype: torch.dtype, *, tf32: bool) -> Bound:
-    """What is allowed: two to four times what was measured on H200 (docs/kda.md).
+    """What is allowed: 1.7 to 4 times what was measured on H200 (docs/kda.md).
 
     Args:
         backend: that runs; not ``auto``.
@@ -73,7 +73,7 @@ def bound(backend: KdaBackend, dtype: torch.dtype, *, tf32: bool) -> Bound:
         tf32: float32 matrix products have the 11 bits of TensorFloat-32: always in fla's kernels.
     """
     if backend is KdaBackend.cudnn:
-        return Bound(1e-2, 6e-2, 1e-1)
+        return Bound(1e-2, 6e-2, 2e-1)
     half = dtype in (torch.bfloat16, torch.float16)
     if backend is KdaBackend.fla or half or (tf32 and dtype is torch.float32):
         return Bound(1e-2, 1e-2, 5e-2)
