@@ -57,9 +57,9 @@ def candidates(kernel: str) -> list[Settings]:
     if kernel.startswith("head_gate"):
         return product(ELEMENTS=(512, 1024, 2048, 4096), num_warps=(2, 4, 8))
     if kernel == "depth_mix_forward":
-        return product(AHEAD=(2, 4, 8), num_warps=(8, 16))
+        return product(num_warps=(4, 8, 16))
     if kernel == "depth_mix_backward":
-        return product(PROGRAMS=(132, 264), num_warps=(8, 16))
+        return product(PROGRAMS=(132, 264), num_warps=(4, 8, 16))
     return blocks
 
 

@@ -2,8 +2,8 @@
 
 Triton's autotuner compiles every candidate at the first call of every process: seconds to minutes
 before the first step, and another choice on another rank. `bench/launch_settings.py` times the
-candidates and writes the table. Those of `qkv_conv` and `depth_mix` were timed so on an H200, the
-others are estimates.
+candidates and writes the table. Those of `qkv_conv` were timed so on an H200, the others are
+estimates.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ KERNELS = [
     (
         attn_res._depth_mix_forward,
         attn_res._settings("depth_mix_forward", 7168),
-        {"N": 9, "NORM": True},
+        {"N": 9, "PADDED": 16, "NORM": True},
         MIX,
     ),
     (

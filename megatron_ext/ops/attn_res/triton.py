@@ -1,9 +1,15 @@
 """The mix over depth as one Triton kernel each way, with the norm of the sublayer that reads it.
 
-A program takes whole tokens. Forward, each source is read once: scores and sum go along (softmax
-with a running maximum). Backward, a token's sources are read twice in a row, the second time from
-the cache. Kept for the backward pass are the sources and eight bytes a token and source. Sums over
-tokens are partial sums of a fixed number of programs: the same bits on every run.
+A program takes whole tokens, in two walks over their channels that take all sources at once: the
+first gives what is summed over channels, in one reduction for all sources; the second, which reads
+from the cache, gives the result. All that norm and softmax need backward follows from
+two sums a source:
+
+    mix = sum_j weight_j v_j      p_j = <v_j, dout * norm>      q_j = <v_j, mix>
+    |mix|^2 = sum_j weight_j q_j  <mix, dout * norm> = sum_j weight_j p_j
+
+Kept for the backward pass are the sources and eight bytes a token and source. Sums over tokens are
+partial sums of a fixed number of programs: the same bits on every run.
 
 Shapes: T tokens, N sources, each [T, D]. Internal precision is float32. Formulas: `dense`.
 """
@@ -23,62 +29,66 @@ from megatron_ext.ops.launch import launch_settings, rows_of
 
 
 @triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
+def _at(pointers, row, N: tl.constexpr, PADDED: tl.constexpr):
+    """Where a row of each source begins: [PADDED, 1]."""
+    number = tl.arange(0, PADDED)
+    found = pointers[0] + tl.zeros([PADDED], tl.int64)
+    for j in tl.static_range(1, N):
+        found = tl.where(number == j, pointers[j], found)
+    return (found + row)[:, None]
 
 
 @triton.jit
-def _load_some(sources, at, inside, START: tl.constexpr, STOP: tl.constexpr):
-    """Of each of these sources a part, in its dtype: all are on their way before one is used."""
-    held = (tl.load(sources[START] + at, mask=inside, other=0.0),)
-    for j in tl.static_range(START + 1, STOP):
-        held = held + (tl.load(sources[j] + at, mask=inside, other=0.0),)
-    return held
+def _partial(x):
+    """[PADDED, BLOCK] summed over neighbours that one thread has: [PADDED, BLOCK / 8]."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 2)
 
 
 @triton.jit
 def _depth_mix_forward(
     sources, query, key, norm, out, scores, inverses, width, eps,
-    N: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, WIDTH)
-    inside = channel < width
-    q = tl.load(query + channel, mask=inside, other=0.0).to(tl.float32)
-    w = q * tl.load(key + channel, mask=inside, other=0.0).to(tl.float32)
-    mixed = tl.zeros([WIDTH], tl.float32)
-    largest = -float("inf")
-    total = 0.0
-    for j in tl.static_range(N):
-        if j % AHEAD == 0:
-            at = token * width + channel
-            held = _load_some(sources, at, inside, j, min(j + AHEAD, N))
-        v = held[j % AHEAD].to(tl.float32)
-        square, score = tl.reduce((v * v, v * w), 0, _add_pairs)
-        inverse = tl.rsqrt(square / width + eps)
-        score *= inverse
-        tl.store(scores + token * N + j, score)
-        tl.store(inverses + token * N + j, inverse)
-        new = tl.maximum(largest, score)
-        fade = tl.exp(largest - new)
-        weight = tl.exp(score - new)
-        mixed = mixed * fade + v * weight
-        total = total * fade + weight
-        largest = new
-    mixed /= total
-    if NORM:
-        mixed *= tl.rsqrt(tl.sum(mixed * mixed, 0) / width + eps)
-        mixed *= tl.load(norm + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * width + channel, mixed, mask=inside)
-
-
-@triton.jit
-def _pick(pointers, j, N: tl.constexpr):
-    """Pointer number j. A loop that is not unrolled holds one source at a time in registers."""
-    pointer = pointers[0]
-    for other in tl.static_range(1, N):
-        pointer = tl.where(j == other, pointers[other], pointer)
-    return pointer
+    number = tl.arange(0, PADDED)
+    at = _at(sources, token * width, N, PADDED)
+    lane = tl.arange(0, BLOCK)
+    squares = tl.zeros([PADDED, BLOCK // 8], tl.float32)
+    products = tl.zeros([PADDED, BLOCK // 8], tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        channel = start + lane
+        inside = channel < width
+        v = tl.load(at + channel[None, :], mask=(number < N)[:, None] & inside[None, :], other=0.0)
+        w = tl.load(query + channel, mask=inside, other=0.0).to(tl.float32)
+        w *= tl.load(key + channel, mask=inside, other=0.0).to(tl.float32)
+        v = v.to(tl.float32)
+        squares += _partial(v * v)
+        products += _partial(v * w[None, :])
+    inverse = tl.rsqrt(tl.sum(squares, 1) / width + eps)
+    score = tl.sum(products, 1) * inverse
+    tl.store(scores + token * N + number, score, mask=number < N)
+    tl.store(inverses + token * N + number, inverse, mask=number < N)
+    score = tl.where(number < N, score, -float("inf"))
+    weight = tl.exp(score - tl.max(score, 0))
+    weight /= tl.sum(weight, 0)
+    total = tl.zeros([BLOCK], tl.float32)
+    mixes = ()
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        channel = start + lane
+        inside = channel < width
+        v = tl.load(at + channel[None, :], mask=(number < N)[:, None] & inside[None, :], other=0.0)
+        mix = tl.sum(v.to(tl.float32) * weight[:, None], 0)
+        total += mix * mix
+        mixes = mixes + (mix,)
+    scale = tl.rsqrt(tl.sum(total, 0) / width + eps) if NORM else 1.0
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        channel = start + lane
+        inside = channel < width
+        mix = mixes[start // BLOCK] * scale
+        if NORM:
+            mix *= tl.load(norm + channel, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + token * width + channel, mix, mask=inside)
 
 
 @triton.jit
@@ -86,52 +96,69 @@ def _depth_mix_backward(
     sources, d_sources, query, key, norm, grad, scores, inverses, d_w, d_norm,
     tokens, turns, width, eps,
     N: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    channel = tl.arange(0, WIDTH)
     number = tl.arange(0, PADDED)
-    sum_w = tl.zeros([WIDTH], tl.float32)
-    sum_norm = tl.zeros([WIDTH], tl.float32)
+    lane = tl.arange(0, BLOCK)
+    part = tl.arange(0, WIDTH // BLOCK)[:, None]
+    sums_w = tl.zeros([WIDTH // BLOCK, BLOCK], tl.float32)
+    sums_norm = tl.zeros([WIDTH // BLOCK, BLOCK], tl.float32)
     for turn in range(turns):
         token = tl.program_id(0).to(tl.int64) + turn * tl.num_programs(0)
         there = token < tokens
-        inside = (channel < width) & there
         row = token * width
+        at, to = _at(sources, row, N, PADDED), _at(d_sources, row, N, PADDED)
         # Beyond the last token everything is zero: a weight of finite size times zero.
-        all_scores = tl.load(scores + token * N + number, mask=(number < N) & there, other=0.0)
-        all_scores = tl.where(number < N, all_scores, -float("inf"))
-        largest = tl.max(all_scores, 0)
-        total = tl.sum(tl.exp(all_scores - largest), 0)
-        through = tl.load(grad + row + channel, mask=inside, other=0.0).to(tl.float32)
-        held = _load_some(sources, row + channel, inside, 0, N)
-        mixed = tl.zeros([WIDTH], tl.float32)
-        for j in tl.static_range(N):
-            score = tl.load(scores + token * N + j, mask=there, other=0.0)
-            mixed += tl.exp(score - largest) / total * held[j].to(tl.float32)
+        score = tl.load(scores + token * N + number, mask=(number < N) & there, other=0.0)
+        inverse = tl.load(inverses + token * N + number, mask=(number < N) & there, other=0.0)
+        weight = tl.where(number < N, score, -float("inf"))
+        weight = tl.exp(weight - tl.max(weight, 0))
+        weight /= tl.sum(weight, 0)
+        p = tl.zeros([PADDED, BLOCK // 8], tl.float32)
+        q = tl.zeros([PADDED, BLOCK // 8], tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            channel = start + lane
+            inside = (channel < width) & there
+            both = (number < N)[:, None] & inside[None, :]
+            v = tl.load(at + channel[None, :], mask=both, other=0.0).to(tl.float32)
+            given = tl.load(grad + row + channel, mask=inside, other=0.0).to(tl.float32)
+            if NORM:
+                given *= tl.load(norm + channel, mask=inside, other=0.0).to(tl.float32)
+            mix = tl.sum(v * weight[:, None], 0)
+            p += _partial(v * given[None, :])
+            q += _partial(v * mix[None, :])
+        dot, rest = tl.sum(p, 1), tl.sum(q, 1)
+        scale, along = 1.0, 0.0
         if NORM:
-            inverse = tl.rsqrt(tl.sum(mixed * mixed, 0) / width + eps)
-            sum_norm += through * mixed * inverse
-            through *= tl.load(norm + channel, mask=inside, other=0.0).to(tl.float32) * inverse
-            along = tl.sum(through * mixed, 0) * inverse * inverse / width
-            through -= mixed * along
-        centre = tl.sum(through * mixed, 0)
-        # Read again for every token: held all the time it would take registers from the sources.
-        # Read again for every token: held all the time it would take registers from the sources.
-        w = tl.load(query + channel, mask=inside, other=0.0, volatile=True).to(tl.float32)
-        w *= tl.load(key + channel, mask=inside, other=0.0, volatile=True).to(tl.float32)
-        for j in range(N):
-            score = tl.load(scores + token * N + j, mask=there, other=0.0)
-            inverse = tl.load(inverses + token * N + j, mask=there, other=0.0)
-            weight = tl.exp(score - largest) / total
-            v = tl.load(_pick(sources, j, N) + row + channel, mask=inside, other=0.0).to(tl.float32)
-            slope = weight * (tl.sum(through * v, 0) - centre) * inverse
-            sum_w += slope * v
-            # The key's norm takes out the part of the gradient that would only rescale v.
-            d_v = weight * through + slope * (w - v * (score * inverse / width))
-            tl.store(_pick(d_sources, j, N) + row + channel, d_v, mask=inside)
+            scale = tl.rsqrt(tl.sum(weight * rest, 0) / width + eps)
+            along = tl.sum(weight * dot, 0) * scale * scale * scale / width
+            dot = dot * scale - rest * along
+        slope = weight * (dot - tl.sum(weight * dot, 0)) * inverse
+        # The key's norm takes out the part of the gradient that would only rescale v.
+        shrink = slope * score * inverse / width
+        for start in range(0, WIDTH, BLOCK):
+            channel = start + lane
+            inside = (channel < width) & there
+            both = (number < N)[:, None] & inside[None, :]
+            v = tl.load(at + channel[None, :], mask=both, other=0.0).to(tl.float32)
+            given = tl.load(grad + row + channel, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(query + channel, mask=inside, other=0.0).to(tl.float32)
+            w *= tl.load(key + channel, mask=inside, other=0.0).to(tl.float32)
+            through = given
+            if NORM:
+                mix = tl.sum(v * weight[:, None], 0)
+                sums_norm += tl.where(part == start // BLOCK, (given * mix * scale)[None, :], 0.0)
+                through *= tl.load(norm + channel, mask=inside, other=0.0).to(tl.float32) * scale
+                through -= mix * along
+            w_here = tl.sum(slope[:, None] * v, 0)
+            sums_w += tl.where(part == start // BLOCK, w_here[None, :], 0.0)
+            d_v = weight[:, None] * through[None, :] + slope[:, None] * w[None, :]
+            tl.store(to + channel[None, :], d_v - shrink[:, None] * v, mask=both)
     row = tl.program_id(0).to(tl.int64) * width
-    tl.store(d_w + row + channel, sum_w, mask=channel < width)
+    channels = part * BLOCK + lane[None, :]
+    tl.store(d_w + row + channels, sums_w, mask=channels < width)
     if NORM:
-        tl.store(d_norm + row + channel, sum_norm, mask=channel < width)
+        tl.store(d_norm + row + channels, sums_norm, mask=channels < width)
 
 
 def depth_mix_triton(
@@ -148,8 +175,11 @@ def depth_mix_triton(
 
 
 def _settings(kernel: str, width: int) -> dict[str, int]:
-    padded = triton.next_power_of_2(width)
-    return {"WIDTH": padded, **launch_settings(kernel, padded)}
+    padded = max(8, triton.next_power_of_2(width))
+    settings = launch_settings(kernel, padded)
+    # A thread has eight channels of every source: sums over sources stay inside of it.
+    block = min(padded, 256 * settings["num_warps"])
+    return {"WIDTH": padded, "BLOCK": block, **settings}
 
 
 class _DepthMix(torch.autograd.Function):
@@ -178,6 +208,7 @@ class _DepthMix(torch.autograd.Function):
                 width,
                 eps,
                 N=count,
+                PADDED=triton.next_power_of_2(count),
                 NORM=norm_weight is not None,
                 **_settings("depth_mix_forward", width),
             )
