@@ -80,6 +80,8 @@ class LocalRouter(nn.Module):
     Of every `fold` experts in a row one is here. Each token's are given, so that rows are even.
     """
 
+    exactly_top_k = False  # of the experts here
+
     def __init__(self, router: BalancedRouter, forced: Tensor, *, local: int) -> None:
         super().__init__()
         self.router, self.shape = router, (local, router.weight.shape[0] // local)

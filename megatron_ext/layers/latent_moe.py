@@ -274,9 +274,7 @@ class LatentMoE(ShardedModule):
         shared_out = self.config.sequence_parallel or self.tp_group.size() == 1
         rows = latent.flatten(0, 1)
         tokens = rows.shape[0]
-        # Whether every row is taken by exactly k experts, and how many rows there are is known.
-        balancer, hook = self.router.balancer, self.router.hook
-        exact = padding_mask is None and balancer.exactly_top_k and hook is None and shared_out
+        exact = padding_mask is None and shared_out and self.router.exactly_top_k
         if not shared_out:
             missing = -tokens % self.tp_group.size()  # rows that no expert takes
             rows, weights, chosen = (F.pad(x, (0, 0, 0, missing)) for x in (rows, weights, chosen))

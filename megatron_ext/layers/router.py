@@ -85,6 +85,11 @@ class BalancedRouter(ShardedModule):
         self.layer = 0
         self.hook: RouteHook | None = None
 
+    @property
+    def exactly_top_k(self) -> bool:
+        """Whether every token that is not padding is taken by exactly k experts."""
+        return self.balancer.exactly_top_k and self.hook is None
+
     def set_layer_number(self, layer_number: int) -> None:
         """Called by megatron-core with the 1-based number of the layer."""
         self.layer = layer_number - 1

@@ -15,6 +15,7 @@ from megatron_ext.config.schema import (
     ExpertOptions,
     RouterMatmul,
 )
+from megatron_ext.layers.balance.build import RULES
 from megatron_ext.layers.latent_moe import LatentMoE
 from megatron_ext.layers.replay import RoutingTape
 from megatron_ext.layers.router import BalancedRouter
@@ -237,3 +238,17 @@ def test_a_tape_records_and_replays_also_under_recomputation(groups):
     assert replay.rerouted[2] == int((~truth[:, 5]).sum())
     RoutingTape.detach([router])
     assert router(x[0])[1][:, 5].all()
+
+
+@pytest.mark.parametrize("rule", [r for r in BalanceRule if RULES[r].exactly_top_k])
+def test_a_token_without_a_number_gets_its_experts_too(groups, rule):
+    """The layer counts on top-k rows a token where the rule gives as many."""
+    moe = layer(groups, balance=BalanceOptions(rule=rule))
+    if not moe.router.exactly_top_k:
+        pytest.skip("this rule drops slots")
+    x = torch.randn(5, 2, 24, dtype=torch.float64)
+    x[1, 0] = float("nan")
+    _, chosen = moe.router(x)
+    assert (chosen.sum(1) == OPTIONS.top_k).all()
+    out, _ = moe(x)
+    assert torch.equal(out.isnan().any(-1).nonzero(), torch.tensor([[1, 0]]))

@@ -33,12 +33,14 @@ def select_top_k(scores: Tensor, k: int, *, positions: Tensor | None = None) -> 
     loads all experts alike.
 
     Args:
-        scores: [T, E] floating. NaN is never selected: such a row has fewer than k experts.
+        scores: [T, E] floating. NaN comes after all numbers, so that such a row has k experts too:
+            how many places are taken is known beforehand.
         k: 1 to E.
         positions: int64 [T], the same for a token in every layout and when computed again;
             default: 0, 1, ..., T - 1.
     """
     tokens, experts = scores.shape
+    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     values = scores.topk(min(k + 1, experts), dim=1).values
     last = values[:, k - 1 : k]
     places = k - (values[:, :k] > last).sum(1, keepdim=True, dtype=torch.int32)
