@@ -91,8 +91,13 @@ def _world_size(config: RunConfig) -> int:
 
 
 def _last_wins(words: Sequence[str]) -> list[str]:
-    """Of words with one key the last: what a link of a chain gives replaces the common one."""
-    by_key = {word.partition("=")[0].lstrip("+"): word for word in words}
+    """Of words with one key the last: what a link of a chain gives replaces the common one. A
+    mapping, `train={steps:9}`, is merged into what is there, and stays."""
+    by_key = {
+        word if value.startswith("{") else key.lstrip("+"): word
+        for word in words
+        for key, _, value in [word.partition("=")]
+    }
     return list(by_key.values())
 
 

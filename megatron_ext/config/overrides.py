@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_ext.config.hf_read import read_architecture
 from megatron_ext.config.keys import Key, sections, suggest, table
 from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.section_words import section_words
 from megatron_ext.config.stage_words import names_stage, stage_word, stages_of, unknown_stage
 from megatron_ext.errors import ConfigError
 
@@ -74,7 +75,13 @@ def check_overrides(given: Sequence[str], config_dir: Path, cwd: Path | None = N
                 "spaces, commas or brackets for Hydra: 'key=\"a, b\"')"
             )
             continue
-        if names_stage(override):
+        inside = section_words(override, keys)
+        if inside == []:
+            result.problems.append(f"{text}: sets nothing (give keys, or leave it out)")
+        elif inside is not None:
+            for word in inside:
+                _check_key(word, keys, options, scratch, result)
+        elif names_stage(override):
             staged.append(override)
         elif _names_architecture(override):
             _check_architecture(override, (cwd or Path.cwd()), selected, result)
@@ -125,7 +132,12 @@ def unknown(key: str, keys: Mapping[str, Key], extra: Sequence[str] = ()) -> str
     """The line for a key that does not exist."""
     if key in sections():
         inside = [name for name in keys if name.startswith(key + ".")]
-        return f"{key}: holds other keys, must be one of them (such as {', '.join(inside[:3])})"
+        own = [name.removeprefix(f"{key}.") for name in inside]
+        several = ",".join(f"{name}:..." for name in own[:2] if "." not in name)
+        return (
+            f"{key}: holds other keys, must be one of them (such as {', '.join(inside[:3])}), or "
+            f"several as {key}={{{several}}}"
+        )
     near = suggest(key, [*keys, *extra])
     if near:
         return f"{key}: no such key (did you mean {' or '.join(near)}?)"
