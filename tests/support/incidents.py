@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -126,3 +127,20 @@ def flip_bit(rank: str) -> None:
         return output, bias
 
     loop.train_step, GatedMLA.forward = training, attending
+
+
+def dear_saves(_: str) -> None:
+    """By the loop's clock every save takes 7 seconds, and every look at a running one another."""
+    offset = [0.0]
+    clock, save, poll = loop.time.perf_counter, loop.save, loop.Checkpointer.poll
+
+    def saving(state: Any, checkpointer: Any) -> None:
+        save(state, checkpointer)
+        offset[0] += 7
+
+    def polling(self: Any) -> None:
+        offset[0] += 1 if self._pending is not None else 0
+        poll(self)
+
+    loop.time = SimpleNamespace(perf_counter=lambda: clock() + offset[0])
+    loop.save, loop.Checkpointer.poll = saving, polling
