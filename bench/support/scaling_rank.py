@@ -32,9 +32,10 @@ from megatron_ext.plan.memory import memory_of
 from megatron_ext.plan.rehearsal import rehearse
 from megatron_ext.train import balance
 from megatron_ext.train.loop import save
+from megatron_ext.train.micro_batch import model_inputs, token_losses
 from megatron_ext.train.share import Share
 from megatron_ext.train.state import TrainState, build_state
-from megatron_ext.train.step import micro_batch_count, token_losses, train_step
+from megatron_ext.train.step import micro_batch_count, train_step
 from support.layouts import COMMON, Layout
 from support.overlap import read_trace
 
@@ -107,7 +108,8 @@ def reference_rank(layout: Layout, words: list[str], file: Path) -> None:
             data_size=1,
         ):
             share = Share(context=groups.cp, tensor=None)
-            losses = token_losses(batch, model, device=place.device, share=share)
+            inputs = model_inputs(batch, model, device=place.device, share=share)
+            losses = token_losses(inputs, model)
             mask = torch.from_numpy(batch.loss_mask).to(place.device).flatten()
             total += float((losses.flatten().double() * mask).sum())
             tokens += float(mask.sum())

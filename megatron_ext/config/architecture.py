@@ -104,11 +104,11 @@ class ResidualKind(Enum):
 
 
 class AttentionResidualBackend(Enum):
-    auto = "auto"  # fla on a GPU that has it, else dense
+    auto = "auto"  # on a GPU triton, beyond its sizes fla; else dense
     reference = "reference"
     dense = "dense"
     fla = "fla"
-    triton = "triton"  # our own kernel; was not timed on a GPU yet
+    triton = "triton"  # our own kernel
 
 
 @dataclass
@@ -249,7 +249,7 @@ class ResidualOptions:
     )
     backend: AttentionResidualBackend = option(
         AttentionResidualBackend.auto,
-        "Kernel of the mix over sources; auto: fla on a GPU that has it, else (and if "
-        "deterministic) dense",
+        "Kernel of the mix over sources; auto: triton on a GPU, beyond its sizes fla, "
+        "else (and if deterministic) dense",
     )
     require: bool = option(False, "Make a fallback of the backend an error")

@@ -210,6 +210,10 @@ class TrainOptions:
     batch_tokens: int = option(8192, "Tokens of a global batch", unit="tokens")
     micro_batch_size: int = option(1, "Sequences of a micro-batch", unit="sequences")
     recompute: Recompute = option(Recompute.none, "What the backward pass computes again")
+    cuda_graph: bool = option(
+        False,
+        "One CUDA graph a micro-batch: the GPU no longer waits for the host (one GPU a model)",
+    )
     loss_chunk_tokens: int | None = option(
         None, "Tokens whose logits exist at once; default: 256 MiB of them", unit="tokens"
     )

@@ -40,6 +40,7 @@ from megatron_ext.config.schema import (
 from megatron_ext.config.trainable import trainable_problems
 from megatron_ext.config.validate_balance import balance_problems
 from megatron_ext.config.validate_experts import expert_problems
+from megatron_ext.config.validate_graph import graph_problems
 from megatron_ext.config.validate_kda import kda_problems
 from megatron_ext.config.validate_residual import residual_problems
 from megatron_ext.errors import ConfigError
@@ -87,6 +88,7 @@ def find_problems(config: RunConfig, world_size: int | None) -> list[Problem]:
         score_problems,
         plan_problems,
         trainable_problems,
+        graph_problems,
     ):
         problems += more(config)
     problems += replay_problems(config, world_size)

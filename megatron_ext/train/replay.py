@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from megatron_ext.errors import TrainingHalted
 from megatron_ext.resilience.replay import Replayed, checksum, disagreement
 from megatron_ext.train import balance
 from megatron_ext.train.state import TrainState, gather_parameters
-from megatron_ext.train.step import Waited, micro_batch_count, next_batches, run_passes
+from megatron_ext.train.step import Waited, micro_batch_count, next_batches, run_passes, unreduced
 
 
 def replay_due(state: TrainState) -> bool:
@@ -47,7 +45,7 @@ def check_replay(state: TrainState) -> str:
     state.optimizer.zero_grad()
     # The interleaved schedule wants as many as there are stages.
     count = min(micro_batch_count(state), int(state.mesh.pp.size()))
-    with _alone(state):
+    with unreduced(state):
         feeds = [Waited(next_batches(state, data_rank=0)) for _ in state.chunks]
         sums = run_passes(state, feeds, count, forward_only=False)
     balance.discard(state.chunks)
@@ -66,16 +64,6 @@ def check_replay(state: TrainState) -> str:
             "agreed may be spoilt"
         )
     return text
-
-
-@contextmanager
-def _alone(state: TrainState) -> Iterator[None]:
-    """No reduction of gradients over ranks at the end of the passes."""
-    finalize, state.tc.finalize_model_grads_func = state.tc.finalize_model_grads_func, None
-    try:
-        yield
-    finally:
-        state.tc.finalize_model_grads_func = finalize
 
 
 def _gather(state: TrainState, sums: Tensor) -> list[Replayed]:

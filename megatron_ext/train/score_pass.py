@@ -29,8 +29,8 @@ from megatron_ext.parallel.mcore_config import transformer_config
 from megatron_ext.parallel.pipeline import schedule_arguments
 from megatron_ext.parallel.runtime import Runtime
 from megatron_ext.train.balance import routers
+from megatron_ext.train.micro_batch import model_inputs, token_losses
 from megatron_ext.train.share import Share
-from megatron_ext.train.step import token_losses
 
 
 @dataclass(frozen=True)
@@ -195,9 +195,8 @@ def _forward(
     loss_chunk_tokens: int | None,
 ) -> tuple[Tensor, Any]:
     batch = share.part(next(feed))
-    output = token_losses(
-        batch, model, device=device, share=share, loss_chunk_tokens=loss_chunk_tokens
-    )
+    inputs = model_inputs(batch, model, device=device, share=share)
+    output = token_losses(inputs, model, loss_chunk_tokens=loss_chunk_tokens)
 
     def keep(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         return losses.sum(), torch.ones((), dtype=torch.int32, device=device), {"losses": losses}

@@ -35,6 +35,7 @@ from megatron_ext.parallel.runtime import Runtime
 from megatron_ext.resilience.health import Health
 from megatron_ext.train import balance
 from megatron_ext.train.accuracy import check_kda
+from megatron_ext.train.cuda_graph import MicroBatchGraph, own_stream
 from megatron_ext.train.curriculum import WHOLE_RUN, Stage, stage_of
 
 
@@ -54,6 +55,7 @@ class TrainState:
         stage: of the curriculum; `config` is its own.
         trained: what was trained when; its last segment is what is trained now.
         source: the checkpoint that this launch goes on from.
+        graph: runs the passes of training, with `train.cuda_graph`.
     """
 
     config: RunConfig
@@ -77,6 +79,7 @@ class TrainState:
     stage: Stage = WHOLE_RUN
     trained: History = field(default_factory=History)
     source: Path | None = None
+    graph: MicroBatchGraph | None = None
 
     @property
     def sources(self) -> list[str]:
@@ -193,6 +196,8 @@ def build_state(
     )
     check_probe_lengths(config, held_out_data)
     check_kda(config, runtime.device)
+    if config.train.cuda_graph:
+        own_stream(runtime.device)
     tc = transformer_config(config)
     chunks = build_chunks(config, tc, mesh, vocab_size=vocab_size)
     initialize(chunks, seed=config.run.seed)
@@ -222,6 +227,7 @@ def build_state(
         health=Health(config.resilience),
         stage=stage,
         trained=trained,
+        graph=MicroBatchGraph(wrapped) if config.train.cuda_graph else None,
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,14 +22,13 @@ from megatron_ext.config.layout import row_length, sequence_parallel
 from megatron_ext.data.batches import MicroBatch, micro_batches
 from megatron_ext.data.statistics import batch_statistics, bucket_starts
 from megatron_ext.errors import TrainingHalted
-from megatron_ext.layers.output_head import losses_of
 from megatron_ext.optim.build import set_learning_rate
 from megatron_ext.optim.schedule import learning_rate
 from megatron_ext.optim.update import apply_update, gradient_norm
-from megatron_ext.parallel.context import pack_documents
 from megatron_ext.parallel.pipeline import schedule_arguments
 from megatron_ext.train import balance
-from megatron_ext.train.losses import Losses, one_hot, sum_losses
+from megatron_ext.train.losses import Losses
+from megatron_ext.train.micro_batch import TrainInputs, forward, train_inputs
 from megatron_ext.train.share import Share
 from megatron_ext.train.state import TrainState
 
@@ -203,37 +203,76 @@ def run_passes(
         This rank's sums of losses and of tokens by source and by position, float64 [2, n]; zeros
         but on the last stage.
     """
+    inputs = [
+        device_feed(state, feed, chunk) for feed, chunk in zip(feeds, state.chunks, strict=True)
+    ]
+    if state.graph is None or forward_only:
+        return _schedule(state, inputs, count, forward_only=forward_only)
+    total = _no_sums(state)
+    for batch in islice(inputs[0], count):
+        with unreduced(state):
+            total += state.graph(partial(_one_pass, state), batch)
+    finalize = state.tc.finalize_model_grads_func
+    if finalize is not None:
+        finalize(state.chunks, total[1, : len(state.sources)].sum().int())
+    return total
+
+
+def _one_pass(state: TrainState, batch: TrainInputs) -> torch.Tensor:
+    return _schedule(state, [iter([batch])], 1, forward_only=False)
+
+
+def _schedule(
+    state: TrainState, inputs: list[Iterator[TrainInputs]], count: int, *, forward_only: bool
+) -> torch.Tensor:
     config = state.config
-    packed = config.data.isolate_documents
-    sequences = config.train.micro_batch_size
     many = len(state.chunks) > 1
-    share = sharing(state)
-    buckets = position_buckets(state)
-    groups = len(state.sources) + len(buckets)
     stored = get_forward_backward_func()(
-        forward_step_func=partial(
-            forward,
-            device=state.runtime.device,
-            sources=len(state.sources),
-            buckets=buckets,
-            share=share,
-            loss_chunk_tokens=config.train.loss_chunk_tokens,
-        ),
-        data_iterator=feeds if many else feeds[0],
+        forward_step_func=partial(forward, loss_chunk_tokens=config.train.loss_chunk_tokens),
+        data_iterator=inputs if many else inputs[0],
         model=state.chunks if many else state.chunks[0],
         num_microbatches=count,
-        micro_batch_size=1 if packed else sequences,
+        micro_batch_size=1 if config.data.isolate_documents else config.train.micro_batch_size,
         forward_only=forward_only,
         **schedule_arguments(
             config,
             stage=int(state.mesh.pp.rank()),
-            sequence_length=share.padded(row_length(config)),
+            sequence_length=sharing(state).padded(row_length(config)),
         ),
     )
-    sums = torch.zeros(2, groups, dtype=torch.float64, device=state.runtime.device)
+    sums = _no_sums(state)
     for part in stored:
         sums += part["sums"]
     return sums
+
+
+def _no_sums(state: TrainState) -> torch.Tensor:
+    groups = len(state.sources) + len(position_buckets(state))
+    return torch.zeros(2, groups, dtype=torch.float64, device=state.runtime.device)
+
+
+@contextmanager
+def unreduced(state: TrainState) -> Iterator[None]:
+    """No reduction of gradients over ranks at the end of the passes inside."""
+    finalize, state.tc.finalize_model_grads_func = state.tc.finalize_model_grads_func, None
+    try:
+        yield
+    finally:
+        state.tc.finalize_model_grads_func = finalize
+
+
+def device_feed(state: TrainState, feed: Waited, chunk: Any) -> Iterator[TrainInputs]:
+    """The micro-batches of a feed as a model chunk of this rank reads them."""
+    share, buckets = sharing(state), position_buckets(state)
+    for batch in feed:
+        yield train_inputs(
+            share.part(batch),
+            chunk,
+            device=state.runtime.device,
+            sources=len(state.sources),
+            buckets=buckets,
+            share=share,
+        )
 
 
 @contextmanager
@@ -253,67 +292,3 @@ def sharing(state: TrainState) -> Share:
     """How the ranks of the layout share rows of tokens out."""
     sequence = sequence_parallel(state.config.parallel)
     return Share(context=state.mesh.cp, tensor=state.mesh.tp if sequence else None)
-
-
-def forward(
-    feed: Iterator[MicroBatch],
-    model: Any,
-    *,
-    device: torch.device,
-    sources: int,
-    buckets: list[int],
-    share: Share,
-    loss_chunk_tokens: int | None = None,
-) -> tuple[torch.Tensor, Any]:
-    """One micro-batch through a model chunk, in the form that megatron-core's schedules call.
-
-    Returns:
-        The chunk's output (losses [b, s] in the last one) and the function that sums them.
-    """
-    batch = share.part(next(feed))
-    mask, source, position = (
-        torch.from_numpy(array).to(device, non_blocking=True)
-        for array in (batch.loss_mask, batch.source, batch.position)
-    )
-    output = token_losses(
-        batch, model, device=device, share=share, loss_chunk_tokens=loss_chunk_tokens
-    )
-    starts = torch.tensor(buckets[1:], dtype=torch.int32, device=device)
-    bucket = torch.bucketize(position, starts, right=True)
-    members = one_hot(source, sources, bucket, len(buckets))
-    return output, partial(sum_losses, mask=mask, members=members)
-
-
-def token_losses(
-    batch: MicroBatch,
-    model: Any,
-    *,
-    device: torch.device,
-    share: Share,
-    loss_chunk_tokens: int | None = None,
-) -> torch.Tensor:
-    """This rank's part of a micro-batch through a model chunk.
-
-    Returns:
-        Of the last chunk the losses in nats [b, s], or [1, b * s] where documents are isolated; of
-        the others their hidden states.
-    """
-    tokens, labels = (
-        torch.from_numpy(array).to(device, non_blocking=True)
-        for array in (batch.tokens, batch.labels)
-    )
-    packing = None
-    if batch.cu_seqlens is not None:
-        tokens, labels = tokens.reshape(1, -1), labels.reshape(1, -1)
-        packing = pack_documents(torch.from_numpy(batch.cu_seqlens), group=share.context)
-    output: torch.Tensor = model(
-        input_ids=tokens,
-        position_ids=None,
-        attention_mask=None,
-        labels=labels,
-        packed_seq_params=packing,
-        padding_mask=share.padding_mask(batch, model, device=device),
-        output_processor=losses_of,
-        output_processor_context=loss_chunk_tokens,
-    )
-    return output

@@ -71,13 +71,19 @@ def test_the_mix_is_the_formula(backend, count, width, norm, dtype):
 
 
 @needs_fla
-def test_auto_is_fla_on_a_gpu_and_zero_queries_give_the_mean():
+def test_auto_is_our_kernel_on_a_gpu_and_fla_beyond_it():
     device = torch.device("cuda", 0)
     for dtype in (torch.bfloat16, torch.float32):
-        assert resolve_backend(Backend.auto, device, dtype=dtype, width=7168) is Backend.fla
+        for count, expected in ((9, Backend.triton), (17, Backend.fla)):
+            found = resolve_backend(Backend.auto, device, dtype=dtype, width=7168, count=count)
+            assert found is expected
     assert resolve_backend(Backend.auto, device, dtype=torch.float64, width=64) is Backend.dense
+
+
+@pytest.mark.parametrize("backend", [Backend.triton, pytest.param(Backend.fla, marks=needs_fla)])
+def test_zero_queries_give_the_mean(backend):
     sources, (query, key_weight) = inputs(4, torch.float32, width=128, norm=False)
-    mixed = depth_mix(sources, torch.zeros_like(query), key_weight, eps=EPS, backend=Backend.fla)
+    mixed = depth_mix(sources, torch.zeros_like(query), key_weight, eps=EPS, backend=backend)
     torch.testing.assert_close(mixed, torch.stack(sources).mean(0), rtol=1e-5, atol=1e-5)
 
 

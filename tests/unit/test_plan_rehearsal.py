@@ -11,8 +11,9 @@ from megatron_ext.config.schema import RunConfig
 from megatron_ext.parallel import cpu_support, runtime
 from megatron_ext.plan.memory import memory_of
 from megatron_ext.plan.rehearsal import rehearse
+from megatron_ext.train.micro_batch import forward
 from megatron_ext.train.state import TrainState, build_state
-from megatron_ext.train.step import forward, next_batches, sharing, train_step
+from megatron_ext.train.step import Waited, device_feed, next_batches, train_step
 
 GIB = 1 << 30
 VOCABULARY = 384  # of the byte tokenizer
@@ -35,14 +36,7 @@ def saved_bytes(state: TrainState) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        forward(
-            next_batches(state),
-            chunk,
-            device=state.runtime.device,
-            sources=1,
-            buckets=[0],
-            share=sharing(state),
-        )
+        forward(device_feed(state, Waited(next_batches(state)), chunk), chunk)
     return sum(x.untyped_storage().nbytes() for x in kept.values())
 
 

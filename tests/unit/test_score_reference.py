@@ -21,8 +21,8 @@ from megatron_ext.config.compose import compose
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.score_files import Rows
 from megatron_ext.parallel.runtime import Runtime
+from megatron_ext.train.micro_batch import model_inputs, token_losses
 from megatron_ext.train.score_pass import Ranks, Request, Scores, build, compute
-from megatron_ext.train.step import token_losses
 from tests.support import hf_configs
 from tests.support.one_rank import one_rank
 from tests.support.reference_files import write_folder, write_random_folder
@@ -137,7 +137,8 @@ def wrong_gradients(
     """
     ranks = Ranks(config, request, groups)
     for batch in ranks.batches():
-        losses = token_losses(batch, model.train(), device=CPU.device, share=ranks.share)
+        inputs = model_inputs(batch, model, device=CPU.device, share=ranks.share)
+        losses = token_losses(inputs, model.train())
         (-losses.sum()).backward()
     pairs = dict(zip(model.named_parameters(), theirs.parameters(), strict=True))
     assert len(pairs) > 20

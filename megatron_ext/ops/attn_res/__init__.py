@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from megatron_ext.ops import without_memory
 from megatron_ext.ops.attn_res import fla
 from megatron_ext.ops.attn_res.dense import depth_mix_dense, depth_weights
 from megatron_ext.ops.attn_res.reference import depth_mix_reference, depth_weights_reference
-from megatron_ext.ops.backend import triton_misfit
+from megatron_ext.ops.backend import rejection, triton_misfit
 
 __all__ = [
     "depth_mix",
@@ -33,16 +34,44 @@ def resolve_backend(
 ) -> Backend:
     """The backend that will run for `count` sources [..., width]; never ``auto``.
 
-    What is asked for where it can run, else ``dense``; ``auto`` is fla where it can, else dense.
+    What is asked for where it can run, else ``dense``; ``auto`` is the first that can of our kernel,
+    where it passes its check (`ops.backend`), fla and dense.
     """
     if backend in (Backend.reference, Backend.dense):
         return backend
-    if backend is Backend.triton:
+    if backend is not Backend.fla:
         usable = width <= TRITON_WIDTH and count <= TRITON_SOURCES
         usable &= device.type == "meta" or triton_misfit(device, dtype) is None
-        return Backend.triton if usable else Backend.dense
+        if usable and backend is Backend.auto and device.type != "meta":
+            usable = _rejection(device, dtype, width) is None
+        if usable:
+            return Backend.triton
+        if backend is Backend.triton:
+            return Backend.dense
     usable = fla.available(device) and fla.fits(dtype, width)
     return Backend.fla if usable else Backend.dense
+
+
+@cache
+def _rejection(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
+    from megatron_ext.ops.attn_res.triton import depth_mix_triton
+
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(3, width, generator=generator) / width**0.5
+    vectors += torch.tensor([[0.0], [1.0], [1.0]])  # query, and weights of the two norms
+    inputs = [*vectors, *torch.randn(3, 70, width, generator=generator)]
+
+    def by(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda query, key_weight, norm_weight, *sources: run(
+            sources, query, key_weight, eps=1e-5, norm_weight=norm_weight
+        )
+
+    return rejection(
+        "depth_mix",
+        fast=by(depth_mix_triton),
+        slow=by(depth_mix_reference),
+        inputs=[x.to(device, dtype) for x in inputs],
+    )
 
 
 def depth_mix(
@@ -107,7 +136,7 @@ def _check_fallback(backend: Backend, chosen: Backend, source: Tensor, *, requir
             f"{TRITON_SOURCES} sources); use dense, or residual.require=false"
         )
     wanted = source.is_cuda if backend is Backend.auto else backend is Backend.fla
-    if require and wanted and chosen is not Backend.fla:
+    if require and wanted and chosen is Backend.dense:
         raise ConfigError(
             f"residual.backend: given {backend.value} with require on {source.device}, "
             f"{source.dtype}, width {source.shape[-1]}; fla cannot run there (it needs a CUDA "

@@ -1,0 +1,66 @@
+"""Rules of `train.cuda_graph`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ext.config.layout import expert_layers
+from megatron_ext.config.problem import Problem
+from megatron_ext.config.schema import (
+    BalanceRule,
+    Device,
+    ExpertBackend,
+    KdaBackend,
+    Precision,
+    Recompute,
+    RunConfig,
+)
+
+# Rules that take as many rows every time, and keep their statistics in place.
+STEADY_RULES = (BalanceRule.quantile, BalanceRule.sign, BalanceRule.none)
+
+
+def graph_problems(config: RunConfig) -> Iterator[Problem]:
+    """What a captured micro-batch cannot contain: shapes that vary, waits, and what was not tried.
+
+    Messages between ranks are in the last group: they can be captured, and were not.
+    """
+    if not config.train.cuda_graph:
+        return
+    parallel, train, model = config.parallel, config.train, config.model
+    needed: list[tuple[str, object, tuple[object, ...]]] = [
+        ("run.device", config.run.device, (Device.auto, Device.cuda)),
+        ("data.isolate_documents", config.data.isolate_documents, (False,)),
+        ("train.recompute", train.recompute, (Recompute.none,)),
+        ("train.expert_chunk_tokens", train.expert_chunk_tokens, (None,)),
+        ("train.kda_segment_tokens", train.kda_segment_tokens, (None,)),
+        ("model.kda.backend", model.kda.backend, (KdaBackend.auto, KdaBackend.fla)),
+    ]
+    if expert_layers(model):
+        grouped = (ExpertBackend.auto, ExpertBackend.grouped_mm)
+        needed += [
+            ("run.precision", config.run.precision, (Precision.bf16,)),
+            ("model.experts.backend", model.experts.backend, grouped),
+            ("balance.rule", config.balance.rule, STEADY_RULES),
+        ]
+    needed += [
+        (f"parallel.{key}", getattr(parallel, key), (1,))
+        for key in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    ]
+    needed.append(("parallel.overlap_grad_reduce", parallel.overlap_grad_reduce, (False,)))
+    for key, given, allowed in needed:
+        if given not in allowed:
+            words = ", ".join(_word(value) for value in allowed)
+            yield Problem(
+                f"train.cuda_graph=true: cannot have {key}={_word(given)} (allowed {words}; or "
+                "train.cuda_graph=false)",
+                ("train.cuda_graph", key),
+            )
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(getattr(value, "name", value))
