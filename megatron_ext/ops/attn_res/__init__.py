@@ -34,8 +34,8 @@ def resolve_backend(
 ) -> Backend:
     """The backend that will run for `count` sources [..., width]; never ``auto``.
 
-    What is asked for where it can run, else ``dense``; ``auto`` is the first that can of our kernel,
-    where it passes its check (`ops.backend`), fla and dense.
+    What is asked for where it can run, else ``dense``; ``auto`` is the first that can of
+    our kernel, where it passes its check (`ops.backend`), fla and dense.
     """
     if backend in (Backend.reference, Backend.dense):
         return backend
