@@ -48,6 +48,7 @@ from megatron_ext.layers.router import BalancedRouter
 from megatron_ext.model.count import feed_forward_weights, kda_weights
 from megatron_ext.model.residual import connect_layers
 from megatron_ext.model.spec import layer_spec
+from megatron_ext.ops.attn_res.gradients import with_gradient_sum
 from megatron_ext.ops.kda import resolve_backend
 from megatron_ext.parallel import mesh, runtime
 from megatron_ext.parallel.mcore_config import transformer_config
@@ -141,8 +142,9 @@ def weights_of(layer: nn.Module) -> dict[str, Tensor]:
 
 def call_ours(layer: Any, sources: list[Tensor], *, several: bool) -> Tensor:
     """The last source after the layer, [s, 1, h]."""
-    if several:
-        return layer(sources[-1], context=tuple(sources[:-1]), attention_mask=None)[0]
+    if several:  # the layers that finished the others have prepared them so
+        finished = tuple(map(with_gradient_sum, sources[:-1]))
+        return layer(sources[-1], context=finished, attention_mask=None)[0]
     return layer(sources[-1], attention_mask=None)[0]
 
 

@@ -39,6 +39,7 @@ from megatron_ext.layers.initializers import Constant, Initializer, Normal, para
 from megatron_ext.layers.linears import ShardedModule, tensor_group
 from megatron_ext.layers.norms import RMSNorm
 from megatron_ext.ops.attn_res import depth_mix
+from megatron_ext.ops.attn_res.gradients import with_gradient_sum
 from megatron_ext.ops.attn_res.health import DepthHealth
 from megatron_ext.parallel.pipeline import Boundary
 
@@ -187,7 +188,12 @@ class AttentionResidualLayer(TransformerLayer):
             hidden_states, context, boundary=self.boundary, micro_batch=self.current_microbatch
         )
         run = partial(self._run, rest)
-        if self.recompute and self.training:
+        again = self.recompute and self.training
+        if (
+            self.opens[0] and not again
+        ):  # the running sum is finished: all mixes from here on read it
+            sources = (*sources[:-1], with_gradient_sum(sources[-1]))
+        if again:
             new = tensor_parallel.checkpoint(run, False, *sources)
         else:
             new = run(*sources)

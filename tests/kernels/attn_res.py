@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.ops.attn_res import depth_mix_reference
+from megatron_ext.ops.attn_res.gradients import with_gradient_sum
 from megatron_ext.ops.attn_res.triton import depth_mix_triton
 from tests.kernels.common import DEVICE, TOLERANCE, draw, errors
 
@@ -76,6 +77,28 @@ def test_depth_mix_has_the_same_bits_every_time() -> None:
 
     if DEVICE == "cuda":  # in the interpreter programs run one after the other
         assert all(torch.equal(a, b) for a, b in zip(grads(), grads(), strict=True))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_readers_add_gradients_up_where_they_lie(norm: bool) -> None:
+    """Three mixes of sources of which two are finished, and one reader of another kind."""
+    tensors = [x.requires_grad_() for x in inputs(4, 9, 2, 100, dtype=torch.float32)]
+
+    def grads(collect) -> list[Tensor]:
+        query, key, weight, *sources = tensors
+        sources = [*map(collect, sources[:2]), *sources[2:]]
+        out = 3 * sources[1].sin()
+        for turn in (1, 2, 3):
+            first = 0 if turn < 3 else 1  # the last one reads a part only
+            mixed = depth_mix_triton(
+                sources[first:], turn * query, key, eps=EPS, norm_weight=weight if norm else None
+            )
+            out = out + turn * mixed.sin()
+        wanted = tensors if norm else [*tensors[:2], *tensors[3:]]
+        return list(torch.autograd.grad(out.square().sum(), wanted))
+
+    for got, want in zip(grads(with_gradient_sum), grads(lambda x: x), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
 
 
 def test_depth_mix_without_tokens() -> None:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_ext.ops.attn_res.gradients import GradientSum, gradient_sum
 from megatron_ext.ops.launch import launch_settings, rows_of
 
 
@@ -91,9 +92,9 @@ def _depth_mix_forward(
         tl.store(out + token * width + channel, mix, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["added"])
 def _depth_mix_backward(
-    sources, d_sources, query, key, norm, grad, scores, inverses, d_w, d_norm,
+    sources, d_sources, added, query, key, norm, grad, scores, inverses, d_w, d_norm,
     tokens, turns, width, eps,
     N: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -153,7 +154,10 @@ def _depth_mix_backward(
             w_here = tl.sum(slope[:, None] * v, 0)
             sums_w += tl.where(part == start // BLOCK, w_here[None, :], 0.0)
             d_v = weight[:, None] * through[None, :] + slope[:, None] * w[None, :]
-            tl.store(to + channel[None, :], d_v - shrink[:, None] * v, mask=both)
+            d_v -= shrink[:, None] * v
+            adds = both & (((added >> number) & 1) == 1)[:, None]
+            d_v += tl.load(to + channel[None, :], mask=adds, other=0.0)
+            tl.store(to + channel[None, :], d_v, mask=both)
     row = tl.program_id(0).to(tl.int64) * width
     channels = part * BLOCK + lane[None, :]
     tl.store(d_w + row + channels, sums_w, mask=channels < width)
@@ -214,6 +218,7 @@ class _DepthMix(torch.autograd.Function):
             )
         ctx.save_for_backward(query, key_weight, norm_weight, scores, inverses, *rows)
         ctx.eps, ctx.shape = eps, sources[0].shape
+        ctx.sums = [gradient_sum(v) for v in sources]
         return out.view(ctx.shape)
 
     @staticmethod
@@ -222,7 +227,7 @@ class _DepthMix(torch.autograd.Function):
         query, key_weight, norm_weight, scores, inverses, *rows = ctx.saved_tensors
         tokens, width = rows[0].shape
         grad = rows_of(grads[0]).contiguous()
-        d_rows = [torch.empty_like(v) for v in rows]
+        d_rows, added = _gradients(rows, ctx.sums)
         settings = _settings("depth_mix_backward", width)
         programs = min(tokens, settings.pop("PROGRAMS"))
         d_w, d_norm = rows[0].new_empty(2, programs, width, dtype=torch.float32)
@@ -230,6 +235,7 @@ class _DepthMix(torch.autograd.Function):
             _depth_mix_backward[(programs,)](
                 tuple(rows),
                 tuple(d_rows),
+                added,
                 query,
                 key_weight,
                 query if norm_weight is None else norm_weight,
@@ -253,5 +259,25 @@ class _DepthMix(torch.autograd.Function):
             (along * query.float()).to(key_weight.dtype),
             None if norm_weight is None else d_norm.sum(0).to(norm_weight.dtype),
             None,
-            *(d.view(ctx.shape) for d in d_rows),
+            *(
+                d.view(ctx.shape) if sum_here is None else None
+                for d, sum_here in zip(d_rows, ctx.sums, strict=True)
+            ),
         )
+
+
+def _gradients(
+    rows: Sequence[Tensor], sums: Sequence[GradientSum | None]
+) -> tuple[list[Tensor], int]:
+    """Where the gradient of each source goes; and as bits, which are added to what is there."""
+    found, added = [], 0
+    for number, (row, sum_here) in enumerate(zip(rows, sums, strict=True)):
+        total = None if sum_here is None else sum_here.total
+        if total is None:
+            total = torch.empty_like(row)
+        else:
+            added |= 1 << number
+        if sum_here is not None:
+            sum_here.total = total
+        found.append(total)
+    return found, added
