@@ -119,6 +119,7 @@ RANGES: dict[str, Range] = {
     "evaluate.interval_tokens": AMOUNT,
     "evaluate.tokens": COUNT,
     "evaluate.position_bucket": AMOUNT,
+    "evaluate.probes": COUNT,
     "checkpoint.interval": AMOUNT,
     "checkpoint.keep": AMOUNT,
     "checkpoint.keep_every": AMOUNT,

@@ -269,6 +269,7 @@ class EvaluateOptions:
     length_factors: list[int] = option(
         [], "At the end: the same at these multiples of data.sequence_length, such as [1,4]"
     )
+    probes: int = option(8, "Texts for each length and each depth of a key in them")
 
 
 @dataclass

@@ -9,18 +9,51 @@ from functools import partial
 import numpy as np
 
 from megatron_ext.config.layout import probe_lengths
+from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.stages import stage_config, stage_names
 from megatron_ext.data.batches import MicroBatch
 from megatron_ext.data.probe import context_probe, key_probe
-from megatron_ext.data.stream import DocumentId, TokenStream
-from megatron_ext.train.state import TrainState
+from megatron_ext.data.stream import DocumentId, TokenStream, open_corpus
+from megatron_ext.data.tokenizers import load_tokenizer
+from megatron_ext.errors import ConfigError
+from megatron_ext.train.state import TrainState, probe_length_problem
 from megatron_ext.train.step import Waited, evaluating, run_schedule
 
 DEPTHS = (0, 25, 50, 75, 100)  # percent of the text
-PROBES = 8  # of each kind, shared out over data parallel ranks; the same ones in every layout
+
+
+def check_probe_lengths(config: RunConfig, *, first: str) -> None:
+    """Hold the lengths of the stages to come against the data, before the first step: they would
+    else be refused when their time comes.
+
+    Args:
+        config: of the run with all its stages.
+        first: the stage to begin with.
+
+    Raises:
+        ConfigError: see `probe_length_problem`, for any stage.
+        DataError: a source cannot be read.
+    """
+    problems, names = [], stage_names(config)
+    for name in names[names.index(first) :] if first in names else ():
+        own = stage_config(config, name)
+        if probe_lengths(own):
+            stream = open_corpus(
+                replace(own.data, verify=False),  # done where it is read
+                seed=own.run.seed,
+                tokenizer=load_tokenizer(own.data.tokenizer),
+                split="held_out",
+            )
+            if problem := probe_length_problem(own, stream):
+                problems.append(f"{name}: {problem}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def by_length(state: TrainState, *, beat: Callable[[], None] = lambda: None) -> dict[str, float]:
-    """Losses of probes at each of `evaluate.lengths`. Changes nothing in `state`.
+    """Losses of probes at each length that is asked for. Changes nothing in `state`.
+
+    The probes are shared out over data parallel ranks, and the same ones in every layout.
 
     Args:
         beat: called before each kind of probe, which may take minutes at a long length.
@@ -43,7 +76,7 @@ def by_length(state: TrainState, *, beat: Callable[[], None] = lambda: None) -> 
 
             beat()
             values[name] = _loss(state, key, length=length)
-        documents = stream.longer_than(length, count=PROBES)
+        documents = stream.longer_than(length, count=state.config.evaluate.probes)
         shares = (("whole", length), ("half", length // 2), ("quarter", length // 4))
         for what, seen in shares if documents else ():
             end = partial(_end, stream, documents, length=length, seen=seen)
@@ -78,16 +111,17 @@ def _loss(state: TrainState, make: Callable[[int], MicroBatch], *, length: int) 
     )
     # The interleaved schedule takes whole rounds of the pipeline only.
     multiple = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
-    count = -(-PROBES // (data_size * multiple)) * multiple
+    probes = config.evaluate.probes
+    count = -(-probes // (data_size * multiple)) * multiple
     first = int(state.mesh.dp.rank()) * count
 
-    def probes() -> Iterator[MicroBatch]:
+    def batches() -> Iterator[MicroBatch]:
         for number in range(first, first + count):
             batch = make(number)
-            if number >= PROBES:  # only fills up the round
+            if number >= probes:  # only fills up the round
                 batch = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
             yield batch if config.data.isolate_documents else replace(batch, cu_seqlens=None)
 
     with evaluating(state.chunks):
-        feeds = [Waited(probes()) for _ in state.chunks]
+        feeds = [Waited(batches()) for _ in state.chunks]
         return run_schedule(replace(state, config=own), feeds, count, forward_only=True).mean

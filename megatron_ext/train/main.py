@@ -39,6 +39,7 @@ from megatron_ext.train.endings import (
 from megatron_ext.train.evaluate import restore_weights
 from megatron_ext.train.header import backends, damaged_text, header_lines
 from megatron_ext.train.incident import Rewind, go_back
+from megatron_ext.train.lengths import check_probe_lengths
 from megatron_ext.train.loop import run_loop
 from megatron_ext.train.memory import told
 from megatron_ext.train.run_folder import Found, open_run_folder
@@ -134,6 +135,7 @@ def go_on(
         requests.watch(found.folder)
     config.checkpoint.load = found.load
     try:
+        check_probe_lengths(whole, first=found.stage.name)
         with told(config, runtime, doing=lambda: "building the model"):
             state = build_state(
                 config,

@@ -194,7 +194,8 @@ def build_state(
         open_corpus(config.data, seed=config.run.seed, tokenizer=tokenizer, split=split)
         for split in ("train", "held_out")
     )
-    check_probe_lengths(config, held_out_data)
+    if problem := probe_length_problem(config, held_out_data):
+        raise ConfigError(problem)
     check_kda(config, runtime.device)
     if config.train.cuda_graph:
         own_stream(runtime.device)
@@ -231,19 +232,17 @@ def build_state(
     )
 
 
-def check_probe_lengths(config: RunConfig, stream: TokenStream) -> None:
-    """Texts in which the evaluation by length hides keys must not say anything twice.
-
-    Raises:
-        ConfigError: a source would begin again within one.
-    """
+def probe_length_problem(config: RunConfig, stream: TokenStream) -> str:
+    """Texts in which the evaluation by length hides keys must not say anything twice: the line for
+    a source that would begin again within one, or nothing."""
     longest, (source, there) = max(probe_lengths(config), default=0), stream.longest_without_repeat
-    if longest > there:
-        raise ConfigError(
-            f"evaluate.lengths: {longest}: in a text of more than {there} tokens what is held out "
-            f"of {source} would be seen twice (allowed up to that; or a larger data.held_out, a "
-            "smaller weight of that source, smaller evaluate.length_factors)"
-        )
+    if longest <= there:
+        return ""
+    return (
+        f"evaluate.lengths: {longest}: in a text of more than {there} tokens what is held out "
+        f"of {source} would be seen twice (allowed up to that; or a larger data.held_out, a "
+        "smaller weight of that source, smaller evaluate.length_factors)"
+    )
 
 
 def connect(

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_ext.observe.report import plots
+from megatron_ext.observe.report.run_data import read_run
 from tests.dist.test_resume import TINY, reproducible_rows, row_count, rows, tensors_of
 from tests.support.runs import QUIET, ROOT, Launcher, Run
 
@@ -30,6 +32,8 @@ COMMAND = [
     *(word for word in TINY if not word.startswith(OWN)),
     f"train.batch_tokens={BATCH}",
     "evaluate.interval_tokens=0",
+    "evaluate.length_factors=[]",  # a test of its own has them
+    "data.held_out=0.05",
     "checkpoint.interval=1",
     "optim.warmup_tokens=0",
     f"optim.decay_tokens={BATCH}",
@@ -186,6 +190,40 @@ def check_evaluation_by_length(launcher: Launcher, folder: Path) -> None:
     for mine, theirs in zip(one, two, strict=True):
         expected = [float(value) for value in mine[5::2]]
         assert [float(value) for value in theirs[5::2]] == pytest.approx(expected, abs=2e-4)
+
+
+def test_keys_are_looked_for_at_the_length_of_each_stage_and_four_times_that(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words = [
+        "evaluate.length_factors=[1,4]",
+        "evaluate.probes=1",
+        "curriculum.stages.stage_256.data.sequence_length=256",
+    ]
+    words += ["~curriculum.stages.stage_4k", "~curriculum.stages.stage_1k"]
+    # A length that the data has not is refused before the first step, not when its stage comes.
+    early = launch(launcher, folder, *words, "curriculum.stages.stage_256.evaluate.lengths=[99999]")
+    assert early.wait() == 20
+    assert "stage_256: evaluate.lengths: 99999: in a text of more than" in early.text
+    assert row_count(folder) == 0
+    run = launch(launcher, folder, *words)
+    assert run.wait() == 0, run.text
+    found = rows(folder)
+    prefix = "eval/retrieval/"
+    measured = [{name for name in row if name.startswith(prefix)} for row in found]
+    depths = ("0", "25", "50", "75", "100", "absent")
+    # At 256 before the switch to it and after.
+    assert measured == [
+        set(),
+        {f"{prefix}{length}/{depth}" for length in (64, 256) for depth in depths},
+        set(),
+        {f"{prefix}{length}/{depth}" for length in (256, 1024) for depth in depths},
+    ]
+    key = f"{prefix}256/50"
+    assert found[1][key] != found[3][key], "two steps lie between"
+    (plot,) = [p for p in plots.sections(read_run(folder))[0][1] if p.key == "retrieval"]
+    assert plot.points == 2 * 2 * 4, "two lengths a switch, at three depths and absent"
 
 
 def walk(launcher: Launcher, folder: Path, *, kill_in: int = 0) -> list[str]:

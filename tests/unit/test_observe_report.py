@@ -394,8 +394,9 @@ def test_stages_and_lengths_are_drawn_where_they_were_measured(run: Path) -> Non
     plain = read_run(run)
     assert not {"switches", "retrieval"} & {plot.key for plot in plots.sections(plain)[0][1]}
     before = {"eval/before/loss": 3.0, "eval/before/apart/loss": 3.5}
-    found = {f"eval/retrieval/{n}/{depth}": 2.0 for n in (64, 256, 1024, 4096) for depth in (0, 50)}
+    lengths = [64 * 4**n for n in range(8)]
+    found = {f"eval/retrieval/{n}/{depth}": 2.0 for n in lengths for depth in (0, 50)}
     rows = [plain.rows[0] | before, *plain.rows[1:-1], plain.rows[-1] | found]
     drawn = {plot.key: plot for plot in plots.sections(replace(plain, rows=rows))[0][1]}
     assert drawn["switches"].points >= 2 + len(rows)  # and the violation of every step
-    assert drawn["retrieval"].points == 2 * 3  # the longest three lengths
+    assert drawn["retrieval"].points == 2 * 6  # the longest six lengths

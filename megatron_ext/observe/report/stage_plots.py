@@ -6,6 +6,8 @@ from megatron_ext.observe.console import human_count
 from megatron_ext.observe.report.lines import Line, Panel, Plot, draw_lines
 from megatron_ext.observe.report.run_data import RunData
 
+LENGTHS = 6  # of a curriculum of four stages, each with four times its length
+
 
 def switches(data: RunData) -> Plot:
     """Stages of a curriculum: what a switch costs."""
@@ -47,7 +49,7 @@ def by_length(data: RunData) -> Plot:
             ]
             + [Line(f"{prefix}{length}/absent", "absent", dots=True, reference=True)],
         )
-        for length in lengths[-3:]
+        for length in lengths[-LENGTHS:]
     ]
     missing = "Nothing was measured by length (evaluate.lengths, evaluate.length_factors)."
     if not panels:
@@ -58,6 +60,6 @@ def by_length(data: RunData) -> Plot:
         "Keys found again",
         panels,
         note="Loss a token of a key that stands at a depth of a text, and where it is absent: what "
-        "guessing costs. The longest three lengths.",
+        f"guessing costs. The longest {LENGTHS} lengths.",
         missing=missing,
     )
