@@ -16,20 +16,15 @@ from typing import Any
 
 import pytest
 
+from tests.dist.test_curriculum import BATCH, COMMAND
 from tests.dist.test_resume import TINY, reproducible_rows, row_count, rows, wait_for
 from tests.support import wandb_offline
 from tests.support.runs import QUIET, ROOT, torchrun
 from tests.support.slurm_cluster import Cluster, missing, slurm
 
 pytestmark = pytest.mark.skipif(missing() != "", reason=missing())
-WORDS = [
-    *TINY,
-    "evaluate.interval_tokens=0",
-    "checkpoint.interval=1000",
-    "launch.exclusive=false",
-    "launch.ranks_per_node=2",
-    "launch.snapshot=false",
-]
+LAUNCH = ["launch.exclusive=false", "launch.ranks_per_node=2", "launch.snapshot=false"]
+WORDS = [*TINY, "evaluate.interval_tokens=0", "checkpoint.interval=1000", *LAUNCH]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +126,43 @@ def test_time_limit_requeue_and_stop_file_with_one_task_a_rank(
     after = re.findall(r"resumes after step (\d+)", output(folder))
     assert len(after) == 2
     assert 0 < int(after[0]) < int(after[1]), "each stop kept what was trained"
+
+
+def test_a_stage_in_another_layout_is_started_by_the_same_job(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Its ranks leave with code 10; two tasks that were data parallel come back as tensor ones."""
+    folder = tmp_path / "run"
+    walk = [*COMMAND, "curriculum.stages.stage_256.parallel.tensor=2"]
+    walk += ["~curriculum.stages.stage_4k", "~curriculum.stages.stage_1k"]
+    (job,) = submit(cluster, *LAUNCH, *walk, "launch.torchrun=false", f"run.dir={folder}")
+    state = cluster.wait(job, "COMPLETED", "FAILED")
+    text = output(folder)
+    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), text
+    codes = re.findall(r"^srun returned (\d+)$|^launch: (.*)$", text, re.MULTILINE)
+    assert codes == [
+        ("10", ""),
+        ("", "next stage; restart 1 goes on after step 2"),
+        ("0", ""),
+        ("", "all steps are done"),
+    ]
+    assert starts(folder) == 1, "in the same slice of time, not put back into the queue"
+    layouts = re.findall(r"^layout +2 ranks = (.*)$", text, re.MULTILINE)
+    assert [re.findall(r"(?:data|tensor) (\d)", layout) for layout in layouts] == [
+        ["2", "1"],
+        ["1", "2"],
+    ]
+    assert ending(folder) == {"code": 0, "reason": "all steps are done", "step": 4}
+    found = rows(folder)
+    assert [(row["stage"], row["step"], row["tokens"]) for row in found] == [
+        ("stage_64", 1, BATCH),
+        ("stage_64", 2, 2 * BATCH),
+        ("stage_256", 3, 3 * BATCH),
+        ("stage_256", 4, 4 * BATCH),
+    ]
+    # What was trained goes on: the loss of the same text, before and after the change of layout.
+    assert found[2]["eval/before/loss"] == pytest.approx(found[1]["eval/loss"], rel=0.05)
+    assert found[2]["eval/before/loss"] < found[0]["eval/before/loss"]
 
 
 def test_a_halt_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
