@@ -189,14 +189,10 @@ class AttentionResidualLayer(TransformerLayer):
         )
         run = partial(self._run, rest)
         again = self.recompute and self.training
-        if (
-            self.opens[0] and not again
-        ):  # the running sum is finished: all mixes from here on read it
+        if self.opens[0] and not again:
+            # The running sum is finished: all mixes from here on read it.
             sources = (*sources[:-1], with_gradient_sum(sources[-1]))
-        if again:
-            new = tensor_parallel.checkpoint(run, False, *sources)
-        else:
-            new = run(*sources)
+        new = tensor_parallel.checkpoint(run, False, *sources) if again else run(*sources)
         kept = sources if self.opens[0] else sources[:-1]
         sources = (*kept, *new)
         return sources[-1], sources[:-1]

@@ -30,7 +30,7 @@ def with_gradient_sum(source: Tensor) -> Tensor:
     if not source.requires_grad or not torch.is_grad_enabled():
         return source
     sum_here = GradientSum()
-    out: Tensor = _Collect.apply(source, sum_here)
+    out: Tensor = _Collect.apply(source, sum_here)  # type: ignore[no-untyped-call]  # torch has no types
     setattr(out, NAME, sum_here)
     return out
 

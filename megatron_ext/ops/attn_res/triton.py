@@ -40,23 +40,23 @@ def _at(pointers, row, N: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _partial(x):
-    """[PADDED, BLOCK] summed over neighbours that one thread has: [PADDED, BLOCK / 8]."""
-    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 2)
+def _partial(x, OWN: tl.constexpr):
+    """[PADDED, BLOCK] summed over neighbours that one thread has: [PADDED, BLOCK / OWN]."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // OWN, OWN]), 2)
 
 
 @triton.jit
 def _depth_mix_forward(
     sources, query, key, norm, out, scores, inverses, width, eps,
     N: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, PADDED)
     at = _at(sources, token * width, N, PADDED)
     lane = tl.arange(0, BLOCK)
-    squares = tl.zeros([PADDED, BLOCK // 8], tl.float32)
-    products = tl.zeros([PADDED, BLOCK // 8], tl.float32)
+    squares = tl.zeros([PADDED, BLOCK // OWN], tl.float32)
+    products = tl.zeros([PADDED, BLOCK // OWN], tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
         channel = start + lane
         inside = channel < width
@@ -64,8 +64,8 @@ def _depth_mix_forward(
         w = tl.load(query + channel, mask=inside, other=0.0).to(tl.float32)
         w *= tl.load(key + channel, mask=inside, other=0.0).to(tl.float32)
         v = v.to(tl.float32)
-        squares += _partial(v * v)
-        products += _partial(v * w[None, :])
+        squares += _partial(v * v, OWN)
+        products += _partial(v * w[None, :], OWN)
     inverse = tl.rsqrt(tl.sum(squares, 1) / width + eps)
     score = tl.sum(products, 1) * inverse
     tl.store(scores + token * N + number, score, mask=number < N)
@@ -97,7 +97,7 @@ def _depth_mix_backward(
     sources, d_sources, added, query, key, norm, grad, scores, inverses, d_w, d_norm,
     tokens, turns, width, eps,
     N: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     number = tl.arange(0, PADDED)
     lane = tl.arange(0, BLOCK)
@@ -115,8 +115,8 @@ def _depth_mix_backward(
         weight = tl.where(number < N, score, -float("inf"))
         weight = tl.exp(weight - tl.max(weight, 0))
         weight /= tl.sum(weight, 0)
-        p = tl.zeros([PADDED, BLOCK // 8], tl.float32)
-        q = tl.zeros([PADDED, BLOCK // 8], tl.float32)
+        p = tl.zeros([PADDED, BLOCK // OWN], tl.float32)
+        q = tl.zeros([PADDED, BLOCK // OWN], tl.float32)
         for start in range(0, WIDTH, BLOCK):
             channel = start + lane
             inside = (channel < width) & there
@@ -126,8 +126,8 @@ def _depth_mix_backward(
             if NORM:
                 given *= tl.load(norm + channel, mask=inside, other=0.0).to(tl.float32)
             mix = tl.sum(v * weight[:, None], 0)
-            p += _partial(v * given[None, :])
-            q += _partial(v * mix[None, :])
+            p += _partial(v * given[None, :], OWN)
+            q += _partial(v * mix[None, :], OWN)
         dot, rest = tl.sum(p, 1), tl.sum(q, 1)
         scale, along = 1.0, 0.0
         if NORM:
@@ -178,12 +178,14 @@ def depth_mix_triton(
     return out
 
 
-def _settings(kernel: str, width: int) -> dict[str, int]:
+def _settings(kernel: str, width: int, sources: int) -> dict[str, int]:
     padded = max(8, triton.next_power_of_2(width))
     settings = launch_settings(kernel, padded)
-    # A thread has eight channels of every source: sums over sources stay inside of it.
-    block = min(padded, 256 * settings["num_warps"])
-    return {"WIDTH": padded, "BLOCK": block, **settings}
+    # A thread has some channels of every source: sums over sources stay inside of it. As many as
+    # its registers hold.
+    own = 8 if sources <= 8 else 4
+    block = min(padded, 32 * own * settings["num_warps"])
+    return {"WIDTH": padded, "BLOCK": block, "OWN": own, **settings}
 
 
 class _DepthMix(torch.autograd.Function):
@@ -214,7 +216,7 @@ class _DepthMix(torch.autograd.Function):
                 N=count,
                 PADDED=triton.next_power_of_2(count),
                 NORM=norm_weight is not None,
-                **_settings("depth_mix_forward", width),
+                **_settings("depth_mix_forward", width, count),
             )
         ctx.save_for_backward(query, key_weight, norm_weight, scores, inverses, *rows)
         ctx.eps, ctx.shape = eps, sources[0].shape
@@ -228,7 +230,7 @@ class _DepthMix(torch.autograd.Function):
         tokens, width = rows[0].shape
         grad = rows_of(grads[0]).contiguous()
         d_rows, added = _gradients(rows, ctx.sums)
-        settings = _settings("depth_mix_backward", width)
+        settings = _settings("depth_mix_backward", width, len(rows))
         programs = min(tokens, settings.pop("PROGRAMS"))
         d_w, d_norm = rows[0].new_empty(2, programs, width, dtype=torch.float32)
         if programs:
