@@ -64,6 +64,8 @@ def main() -> None:
         "losses": losses,
     }
     if place.device.type == "cuda":
+        # With a CUDA graph the memory of a micro-batch is reserved, and not allocated while it runs.
+        result["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         result |= kernels(lambda: train_step(state), step)
     if place.rank == 0:
         print("\n" + "\n".join(f"{key:<20} {value}" for key, value in result.items()))
