@@ -12,7 +12,8 @@ expert takes a row is fixed and even, so that every version does the same work. 
 Prints time, time of matrix products and of everything else by the names of kernels, the share of a
 large product's measured rate, what `block` costs beside `standard` in time and memory, and our
 longest kernels. Without a GPU and with --quick all is small; without fla formulas stand in for its
-kernels, which shows that the program works and nothing about speed.
+kernels, which shows that the program works and nothing about speed. Other words are
+overrides of ours.
 """
 
 from __future__ import annotations
@@ -314,16 +315,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--skip-whole", action="store_true", help="do not compile whole layers")
-    options = parser.parse_args()
+    options, overrides = parser.parse_known_args()
     runtime.quiet()
     device = default_device()
     large = device.type == "cuda" and not options.quick
     words, tokens = (LARGE, 8192) if large else (SMALL, 128)
+    words = [*words, *overrides]
     config = compose(words)
     runtime.start(config.run)
     groups = mesh.build_mesh(config.parallel)
     kda = config.model.kda
-    backend = resolve_backend(kda.backend, device, head_dim=kda.head_dim, gate=kda.gate)
+    backend = resolve_backend(KdaBackend.auto, device, head_dim=kda.head_dim, gate=kda.gate)
     public = from_fla() if backend is KdaBackend.fla else stand_ins()
     whole = backend is KdaBackend.fla and not options.skip_whole
     rate = product_rate(device=device)

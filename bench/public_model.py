@@ -229,7 +229,7 @@ def main() -> None:
     runtime.quiet()
     place = runtime.start(compose([*COMMON, *BF16]).run)
     kda = compose(MINI).model.kda
-    backend = resolve_backend(kda.backend, place.device, head_dim=kda.head_dim, gate=kda.gate)
+    backend = resolve_backend(KdaBackend.auto, place.device, head_dim=kda.head_dim, gate=kda.gate)
     on_gpu = backend is KdaBackend.fla
     cases = CASES if on_gpu else ON_CPU
     names = options.cases.split(",") if options.cases else list(cases)

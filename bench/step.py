@@ -64,7 +64,7 @@ def main() -> None:
         "losses": losses,
     }
     if place.device.type == "cuda":
-        # With a CUDA graph the memory of a micro-batch is reserved, and not allocated while it runs.
+        # With a CUDA graph a micro-batch's memory is reserved, and not allocated while it runs.
         result["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         result |= kernels(lambda: train_step(state), step)
     if place.rank == 0:
