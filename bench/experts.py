@@ -36,13 +36,13 @@ from torch import Tensor, nn
 
 from megatron_ext.config.compose import compose
 from megatron_ext.config.schema import ExpertBackend, RouterMatmul, RunConfig
-from megatron_ext.layers.balance import TokenGroup
+from megatron_ext.layers.balance import Selection, TokenGroup
 from megatron_ext.layers.kda import KimiDeltaAttention
 from megatron_ext.layers.latent_moe import LatentMoE
 from megatron_ext.layers.router import BalancedRouter
 from megatron_ext.ops.grouped_mlp import grouped_mlp, grouped_mlp_reference, resolve_backend
 from megatron_ext.ops.quantile import select_top_k
-from megatron_ext.ops.router import router_logits
+from megatron_ext.ops.router import route_tokens, router_logits
 from megatron_ext.parallel import mesh, runtime
 from megatron_ext.parallel.mcore_config import transformer_config
 
@@ -181,6 +181,7 @@ def layer_table(
         transformer_config(config),
         options=model.experts,
         balance=config.balance,
+        kernels=model.kernels,
         pg_collection=groups,
     )
     x = torch.randn(tokens, 1, model.hidden_size, device=device).bfloat16().requires_grad_()
@@ -199,10 +200,24 @@ def layer_table(
             device=device,
         )
     )
-    balancer, scores = router.balancer, torch.sigmoid(product().detach())
-    select = partial(balancer.select, scores, valid=None, tokens=TokenGroup())
-    observe = partial(balancer.observe, scores, select(), valid=None, tokens=TokenGroup())
-    rows.append(measured("  of it: top-k (forward)", select, device=device))
+    balancer, options = router.balancer, model.experts
+    route = partial(
+        route_tokens,
+        product().detach(),
+        balancer.bias,
+        top_k=options.top_k,
+        scaling=options.scaling,
+        kernels=model.kernels,
+    )
+    found = route()
+    observe = partial(
+        balancer.observe,
+        found.scores,
+        Selection(found.map, found.cutoff),
+        valid=None,
+        tokens=TokenGroup(),
+    )
+    rows.append(measured("  of it: experts and weights (forward)", route, device=device))
     rows.append(measured("  of it: statistics", observe, device=device))
     rows.append(measured("update, once a step", lambda: balancer.update(0), device=device))
     for key in ("ms", "GPU ms") if device.type == "cuda" else ("ms",):
@@ -219,6 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     parser.add_argument("--quick", action="store_true", help="small sizes")
+    parser.add_argument("--only-layer", action="store_true", help="the last table alone")
     options = parser.parse_args()
     device = default_device()
     large = device.type == "cuda" and not options.quick
@@ -227,16 +243,18 @@ def main() -> None:
     runtime.start(config.run)
     groups = mesh.build_mesh(config.parallel)
     tokens, loads = (8192, [4096, 32768, 131072]) if large else (128, [280])
-    products = experts_table(config, device=device, loads=loads)
-    tables = {
-        f"experts: {LOCAL_EXPERTS} of a rank": products,
-        f"router product: {tokens} tokens, forward and backward": router_table(
-            config, tokens=tokens, device=device
-        ),
-        f"a layer: {tokens} tokens, forward and backward": layer_table(
-            config, groups, tokens=tokens, device=device
-        ),
-    }
+    products, tables = [], {}
+    if not options.only_layer:
+        products = experts_table(config, device=device, loads=loads)
+        tables = {
+            f"experts: {LOCAL_EXPERTS} of a rank": products,
+            f"router product: {tokens} tokens, forward and backward": router_table(
+                config, tokens=tokens, device=device
+            ),
+        }
+    tables[f"a layer: {tokens} tokens, forward and backward"] = layer_table(
+        config, groups, tokens=tokens, device=device
+    )
     runtime.stop()
     failures = [
         f"experts by {row['backend']}: error {row['error']:.1e}, allowed {BFLOAT16_ERROR:.0e}"

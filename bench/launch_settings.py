@@ -1,8 +1,9 @@
 """Launch settings of our Triton kernels, timed: python bench/launch_settings.py [--write]
 
-Each kernel at the sizes of `bench/operators.py` and `bench/attention_residuals.py`, with every
-candidate below and what `ops/launch.json` says now; the GPU time of that kernel alone. `--write`
-puts the fastest into the last entry of the table, the one for wide rows.
+Each kernel at the sizes of `bench/operators.py`, `bench/attention_residuals.py` and
+`bench/routing.py`, with every candidate below and what `ops/launch.json` says now; the GPU time of
+that kernel alone. `--write` puts the fastest into the last entry of the table, the one for wide
+rows.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from functools import partial
 from pathlib import Path
 
 import attention_residuals
+import routing
 import torch
 from common import Row, both_ways, finish, free_memory, gpu_kernels, start
 from operators import works
 
-from megatron_ext.config.schema import AttentionResidualBackend
+from megatron_ext.config.schema import AttentionResidualBackend, BinPlacement, KernelBackend
 from megatron_ext.ops import launch
 
 Settings = dict[str, int]
-TOKENS, REPEATS = 8192, 5
+TOKENS, ROUTED, REPEATS = 8192, 65536, 5
 # By a word in an operator's name, how the names of its kernels begin. Those of the norm, gate and
 # beta before cudnn's linear attention have no operator of their own and are not tried.
 KERNELS = {
@@ -33,6 +35,8 @@ KERNELS = {
     "convolution": "qkv_conv",
     "sums": "expert_rows",
     "mix": "depth_mix",
+    "routing": "route",
+    "margins": "statistics",
 }
 
 
@@ -56,6 +60,17 @@ def candidates(kernel: str) -> list[Settings]:
         ]
     if kernel.startswith("head_gate"):
         return product(ELEMENTS=(512, 1024, 2048, 4096), num_warps=(2, 4, 8))
+    if kernel.startswith("route"):
+        return product(num_warps=(1, 2, 4))
+    if kernel == "statistics":
+        tiles = ((64, 4), (64, 8), (128, 4), (128, 8), (248, 8))
+        return [
+            {"TOKENS": tokens, "AHEAD": ahead, "EXPERTS": 32 * warps, "WINDOW": window}
+            | {"num_warps": warps}
+            for tokens, ahead in tiles
+            for warps in (1, 4)
+            for window in (0, 16)
+        ]
     if kernel == "depth_mix_forward":
         return product(num_warps=(4, 8, 16))
     if kernel == "depth_mix_backward":
@@ -76,6 +91,12 @@ def calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
         attention_residuals.mix, sources, vectors, backend=AttentionResidualBackend.triton
     )
     yield "mix over depth", both_ways(mix, [*sources, *vectors])
+    case = routing.build(
+        ROUTED, placement=BinPlacement.centred, backend=KernelBackend.triton, device=device
+    )
+    routed = case.route()
+    yield "routing", both_ways(lambda: case.route().weights, [case.logits])
+    yield "margins", lambda: case.observe(routed)
 
 
 def kernel_milliseconds(kernel: str, call: Callable[[], object]) -> float:

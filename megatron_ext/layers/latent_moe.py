@@ -163,7 +163,7 @@ class LatentMoE(ShardedModule):
         balance: how the load is levelled.
         beta: bound of the gate branch of SiTU-GLU; None: none.
         linear_beta: bound of its linear branch; None: none.
-        kernels: backend of the activation and of the sums over experts; None takes the
+        kernels: backend of routing, of the activation and of the sums over experts; None takes the
             defaults.
         chunk_tokens: tokens of a rank that are at the experts at once, forward and backward; where
             there are more, the backward pass sends each chunk to the experts again. Ranks that
@@ -193,7 +193,11 @@ class LatentMoE(ShardedModule):
         hidden = config.hidden_size
         latent = options.latent_size or hidden
         self.router = BalancedRouter(
-            config, options=options, balance=balance, pg_collection=pg_collection
+            config,
+            options=options,
+            balance=balance,
+            kernels=kernels,
+            pg_collection=pg_collection,
         )
         self.experts = StackedExperts(
             config,

@@ -20,11 +20,11 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.config.schema import BalanceOptions, ExpertOptions
+from megatron_ext.config.schema import BalanceOptions, ExpertOptions, KernelOptions
 from megatron_ext.layers.balance import Selection, TokenGroup, build_balancer
 from megatron_ext.layers.initializers import parameter
 from megatron_ext.layers.linears import ShardedModule
-from megatron_ext.ops.router import router_logits
+from megatron_ext.ops.router import Routing, route_tokens, router_logits, weights_of
 
 GROUPS = ["tp", "cp", "tp_cp"]
 
@@ -50,6 +50,8 @@ class BalancedRouter(ShardedModule):
     Args:
         options: number of experts, top-k, scaling, precision of the matrix product.
         balance: the rule.
+        kernels: backend of what follows the matrix product, for rules that are no more than a bias
+            and without a hook; None takes the defaults.
         pg_collection: process groups; None takes megatron-core's.
         is_mtp_layer: given by megatron-core, not needed.
 
@@ -64,6 +66,7 @@ class BalancedRouter(ShardedModule):
         *,
         options: ExpertOptions,
         balance: BalanceOptions,
+        kernels: KernelOptions | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
     ) -> None:
@@ -82,6 +85,7 @@ class BalancedRouter(ShardedModule):
         self.balancer = build_balancer(
             balance, num_experts=options.num_experts, top_k=options.top_k
         )
+        self.kernels = self.balancer.kernels = kernels
         self.layer = 0
         self.hook: RouteHook | None = None
 
@@ -110,23 +114,30 @@ class BalancedRouter(ShardedModule):
         valid = None if padding_mask is None else ~padding_mask.reshape(-1)
         flat = hidden_states.reshape(length * batch, -1)
         logits = router_logits(flat, self.weight, precision=self.options.router_matmul)
-        scores = torch.sigmoid(logits)
-        tokens = self._tokens(length, batch, device=scores.device)
-        selection = self._select(scores.detach(), valid, tokens)
-        if self.hook is not None:
-            selection = replace(selection, map=self.hook(self, scores.detach(), selection))
-        counted = self.training and torch.is_grad_enabled()
-        if counted:
-            self.balancer.observe(scores.detach(), selection, valid=valid, tokens=tokens)
-        taken = scores * selection.map
-        weights = taken / (taken.sum(-1, keepdim=True) + 1e-20) * self.options.scaling
-        if counted:
-            loss = self.balancer.auxiliary_loss(scores, selection.map, valid=valid, tokens=tokens)
+        tokens = self._tokens(length, batch, device=logits.device)
+        if self.balancer.largest_biased and self.hook is None:
+            routing = route_tokens(
+                logits,
+                self.balancer.bias,
+                top_k=self.options.top_k,
+                scaling=self.options.scaling,
+                valid=valid,
+                positions=tokens.positions,
+                kernels=self.kernels,
+            )
+        else:
+            routing = self._route(logits, valid, tokens)
+        weights, chosen, scores, cutoff = routing
+        if self.training and torch.is_grad_enabled():
+            self.balancer.observe(
+                scores.detach(), Selection(chosen, cutoff), valid=valid, tokens=tokens
+            )
+            loss = self.balancer.auxiliary_loss(scores, chosen, valid=valid, tokens=tokens)
             if loss is not None:
                 # Adds the loss's gradient to the backward pass, scaled as the token losses are;
                 # what is reported stays without it.
                 weights = MoEAuxLossAutoScaler.apply(weights, loss)
-        return weights, selection.map
+        return weights, chosen
 
     def _tokens(self, length: int, batch: int, *, device: torch.device) -> TokenGroup:
         first = self.sharing.rank() * length
@@ -135,6 +146,15 @@ class BalancedRouter(ShardedModule):
             group=self.sharing if self.sharing.size() > 1 else None,
             positions=places.repeat_interleave(batch),
         )
+
+    def _route(self, logits: Tensor, valid: Tensor | None, tokens: TokenGroup) -> Routing:
+        """By the rule's own selection, and the hook's."""
+        scores = torch.sigmoid(logits)
+        selection = self._select(scores.detach(), valid, tokens)
+        if self.hook is not None:
+            selection = replace(selection, map=self.hook(self, scores.detach(), selection))
+        weights = weights_of(scores, selection.map, scaling=self.options.scaling)
+        return Routing(weights, selection.map, scores, selection.cutoff)
 
     @torch.no_grad()
     def _select(self, scores: Tensor, valid: Tensor | None, tokens: TokenGroup) -> Selection:

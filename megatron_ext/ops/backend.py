@@ -111,11 +111,37 @@ def rejection(
         reason = f"{type(failure).__name__}: {str(failure).splitlines()[:1]}"
     if error <= allowed:
         return None
+    return _rejected(operator, inputs[0].device, reason)
+
+
+def rejection_exact(
+    operator: str,
+    *,
+    fast: Callable[..., Tensor],
+    slow: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+) -> str | None:
+    """As `rejection`, for results that must be the same bits, without gradients: both are given
+    the same inputs."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            different = int((fast(*inputs) != slow(*inputs)).sum())
+        reason = f"{different} numbers differ, allowed none"
+    # See `rejection`.
+    except Exception as failure:
+        different = 1
+        reason = f"{type(failure).__name__}: {str(failure).splitlines()[:1]}"
+    if not different:
+        return None
+    return _rejected(operator, inputs[0].device, reason)
+
+
+def _rejected(operator: str, device: torch.device, reason: str) -> str:
     warnings.warn(
-        f"{operator}: the Triton kernel is rejected on {inputs[0].device}, plain torch runs "
-        f"instead, slower: {reason}",
+        f"{operator}: the Triton kernel is rejected on {device}, plain torch runs instead, "
+        f"slower: {reason}",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
     return reason
 

@@ -216,6 +216,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _run([out], (q, k, v), kept=(q, k, v, out, sums), scratch=scratch)[0]
 
 
+def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Our routing of logits [T, E]: keeps each token's k experts and their scores."""
+    experts = logits.new_empty(len(logits), top_k, dtype=torch.int16)
+    kept = (experts, torch.empty_like(experts, dtype=logits.dtype))
+    weights = _run([torch.empty_like(logits)], (logits,), kept=kept)[0]
+    map = torch.empty_like(logits, dtype=torch.bool)
+    return weights, map, torch.empty_like(logits), logits.new_empty(len(logits))
+
+
 def depth_mix(sources: Sequence[Tensor], *vectors: Tensor | None) -> Tensor:
     """fla's mix over depth: keeps the sources and two numbers a token and source."""
     first, inputs = sources[0], (*sources, *vectors)

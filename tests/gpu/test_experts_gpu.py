@@ -17,11 +17,14 @@ from megatron_ext.config.schema import (
     Dispatcher,
     ExpertBackend,
     ExpertOptions,
+    KernelBackend,
+    KernelOptions,
     RouterMatmul,
 )
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.balance import TokenGroup, build_balancer
 from megatron_ext.layers.latent_moe import LatentMoE
+from megatron_ext.layers.router import BalancedRouter
 from megatron_ext.ops.grouped_mlp import grouped_mlp, grouped_mlp_reference, resolve_backend
 from megatron_ext.ops.router import router_logits
 from tests.support.cuda import no_waits
@@ -232,3 +235,46 @@ def test_routing_statistics_and_update_do_not_wait(groups):
             torch.autograd.grad(weights, [x, router.weight], torch.ones_like(weights))
             load = router.balancer.update(0)
     assert int(load.tokens) == 128
+
+
+@pytest.mark.parametrize("rule", [BalanceRule.quantile, BalanceRule.sign])
+def test_the_router_by_our_kernels_is_the_router_in_torch(groups, rule):
+    """Padding, statistics, update, evaluation and a second pass, as recomputation makes it."""
+    options = replace(OPTIONS, num_experts=56, top_k=6)
+    config = small_config(
+        hidden_size=256,
+        params_dtype=torch.float32,
+        num_moe_experts=56,
+        moe_router_topk=6,
+        moe_router_load_balancing_type="none",
+    )
+    torch.manual_seed(0)
+    x = torch.randn(300, 2, 256, device="cuda")
+    padding = torch.rand(300, 2, device="cuda") < 0.2
+    upstream = torch.randn(600, 56, device="cuda")
+    made = []
+    for backend in (KernelBackend.triton, KernelBackend.dense):
+        router = BalancedRouter(
+            config,
+            options=options,
+            balance=BalanceOptions(rule=rule),
+            kernels=KernelOptions(backend=backend, require=True),
+            pg_collection=groups,
+        )
+        draw(router, std=0.05)
+        given = x.clone().requires_grad_()
+        with torch.no_grad():
+            first = router(given, padding)
+        weights, chosen = router(given, padding)
+        assert torch.equal(first[0], weights)
+        grads = torch.autograd.grad(weights, [given, router.weight], upstream)
+        router.eval()
+        assert torch.equal(router(given, padding)[1], chosen)
+        counts = router.balancer.counts.clone()
+        made.append([chosen, counts, weights, *grads, router.balancer.update(0).new_bias])
+    assert torch.equal(made[0][0], made[1][0])
+    assert torch.equal(made[0][1], made[1][1])
+    assert made[0][1][-1] == (~padding).sum()
+    for ours, theirs in zip(made[0][2:], made[1][2:], strict=True):
+        # Scores differ in the last bit, and a margin may be on the other side of a bin's edge.
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -8,11 +8,20 @@ from importlib import import_module
 import pytest
 import torch
 
-from megatron_ext.config.schema import KernelBackend
-from megatron_ext.ops import expert_rows, gating, qkv_conv, situ
+from megatron_ext.config.schema import BinPlacement, KernelBackend
+from megatron_ext.ops import expert_rows, gating, qkv_conv, quantile, router, situ
 from megatron_ext.ops.kda import inputs
 
-KERNELS = ("attn_res", "expert_rows", "gating", "kda_inputs", "qkv_conv", "situ")
+KERNELS = (
+    "attn_res",
+    "expert_rows",
+    "gating",
+    "kda_inputs",
+    "qkv_conv",
+    "router",
+    "situ",
+    "statistics",
+)
 if torch.cuda.is_available():  # importing them imports Triton
     for kernel in KERNELS:
         # By kernel: two files may use one name, and the second would hide the first.
@@ -46,6 +55,19 @@ def test_auto_is_triton_and_says_nothing(operator, sizes, dtype):
         chosen = operator.resolve_backend(
             KernelBackend.auto, torch.device("cuda", 0), dtype, require=True, **sizes
         )
+    assert chosen is KernelBackend.triton
+
+
+@pytest.mark.parametrize("placement", list(BinPlacement))
+def test_routing_is_by_triton_and_nothing_is_said(placement):
+    given = (KernelBackend.auto, torch.device("cuda", 0), torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for experts in (8, 100, 896):
+            chosen = router.resolve_backend(*given, experts=experts, require=True)
+            assert chosen is KernelBackend.triton
+        bins = quantile.Bins(128, placement)
+        chosen = quantile.statistics.resolve_backend(*given, bins=bins, experts=896, require=True)
     assert chosen is KernelBackend.triton
 
 

@@ -22,6 +22,8 @@ from megatron_ext.ops.gating import triton as gating
 from megatron_ext.ops.kda import triton as kda_inputs
 from megatron_ext.ops.launch import launch_settings
 from megatron_ext.ops.qkv_conv import triton as conv
+from megatron_ext.ops.quantile import triton as statistics
+from megatron_ext.ops.router import triton as router
 from megatron_ext.ops.situ import triton as situ
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -52,7 +54,50 @@ MIX = {
     "turns": "i32",
     "added": "i32",
 }
+ROUTE = {
+    **dict.fromkeys(
+        ("logits", "bias", "weights", "scores", "cutoff", "taken_scores", "grad", "d_logits"),
+        "*fp32",
+    ),
+    **dict.fromkeys(("valid", "map"), "*u8"),
+    **dict.fromkeys(("top_k", "ranked"), "i32"),
+    "positions": "*i64",
+    "expert": "*i16",
+    "scaling": "fp32",
+}
+STATISTICS = {
+    **dict.fromkeys(("scores", "bias", "cutoff"), "*fp32"),
+    **dict.fromkeys(("valid", "map"), "*u8"),
+    "histogram": "*i32",
+    "counts": "*i64",
+    "number": "i32",
+    "span": "fp32",
+}
 KERNELS = [
+    (
+        router._route_forward,
+        launch_settings("route_forward", 896),
+        {"PLACES": True, "VALID": True, "KEEP": True, "FOURS": True, "SLOTS": 16, "BLOCK": 1024},
+        ROUTE,
+    ),
+    (
+        router._route_backward,
+        launch_settings("route_backward", 896),
+        {"VALID": True, "SLOTS": 16, "BLOCK": 1024},
+        ROUTE,
+    ),
+    (
+        statistics._statistics,
+        launch_settings("statistics", 896),
+        {"CENTRED": True, "SHIFT": 21, "VALID": True, "ALL": 1024},
+        STATISTICS,
+    ),
+    (
+        statistics._statistics,
+        launch_settings("statistics", 896) | {"WINDOW": 0},
+        {"CENTRED": False, "SHIFT": 21, "VALID": True, "ALL": 1024},
+        STATISTICS,
+    ),
     (
         attn_res._depth_mix_forward,
         attn_res._settings("depth_mix_forward", 7168, 9),

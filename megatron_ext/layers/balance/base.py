@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_ext.config.schema import BalanceOptions
-from megatron_ext.ops.quantile import LayerLoad, select_top_k
+from megatron_ext.config.schema import BalanceOptions, KernelOptions
+from megatron_ext.ops.quantile import LayerLoad, add_load, select_top_k
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,12 @@ class Balancer(nn.Module):
         num_experts: E.
         top_k: k.
         device: of the state; None: the current CUDA device.
+
+    Attributes:
+        kernels: backend of statistics that have a kernel; None takes the defaults.
     """
+
+    kernels: KernelOptions | None = None
 
     #: Whether `select` gives every token exactly k experts.
     exactly_top_k = True
@@ -89,6 +94,13 @@ class Balancer(nn.Module):
         # checkpoint is written.
         counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=self.device)
         self.register_buffer("counts", counts, persistent=False)
+
+    @property
+    def largest_biased(self) -> bool:
+        """Whether the rule is no more than a bias: the selection is of the largest score + bias,
+        and no loss looks at scores. `ops.router.route_tokens` may then select instead."""
+        mine = type(self)
+        return mine.select is Balancer.select and mine.auxiliary_loss is Balancer.auxiliary_loss
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves, never casts: `model.bfloat16()` leaves scores' statistics in float32."""
@@ -117,9 +129,7 @@ class Balancer(nn.Module):
         """Add the statistics of a micro-batch. The caller calls it once a token: in training with
         gradients enabled, not in evaluation, not twice under recomputation. Where `tokens.group`
         is given, all of its ranks call it together."""
-        taken = selection.map if valid is None else selection.map & valid.unsqueeze(1)
-        self.counts[:-1] += taken.sum(0, dtype=torch.int32)  # twice as fast as int64 on a CPU
-        self.counts[-1] += len(scores) if valid is None else valid.sum()
+        add_load(self.counts, selection.map, valid=valid)
 
     def statistics(self) -> list[Tensor]:
         """Tensors to be summed, in place, over all ranks that hold other tokens of the step."""

@@ -15,7 +15,13 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import BalanceOptions
 from megatron_ext.layers.balance.base import Balancer, Selection, TokenGroup
-from megatron_ext.ops.quantile import Bins, LayerLoad, next_bias, quantile_exact
+from megatron_ext.ops.quantile import (
+    Bins,
+    LayerLoad,
+    add_statistics,
+    next_bias,
+    quantile_exact,
+)
 
 
 class QuantileRule(Balancer):
@@ -44,8 +50,17 @@ class QuantileRule(Balancer):
         self, scores: Tensor, selection: Selection, *, valid: Tensor | None, tokens: TokenGroup
     ) -> None:
         """As `Balancer.observe`."""
-        super().observe(scores, selection, valid=valid, tokens=tokens)
-        self.bins.add(self.histogram, scores, bias=self.bias, cutoff=selection.cutoff, valid=valid)
+        add_statistics(
+            self.counts,
+            self.histogram,
+            scores,
+            bins=self.bins,
+            map=selection.map,
+            cutoff=selection.cutoff,
+            bias=self.bias,
+            valid=valid,
+            kernels=self.kernels,
+        )
 
     def statistics(self) -> list[Tensor]:
         """As `Balancer.statistics`."""

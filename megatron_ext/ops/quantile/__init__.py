@@ -8,6 +8,7 @@ balancing).
 from megatron_ext.ops.quantile.exact import next_bias, quantile_exact
 from megatron_ext.ops.quantile.histogram import Bins, HistogramQuantile
 from megatron_ext.ops.quantile.load import LayerLoad, to_host
+from megatron_ext.ops.quantile.statistics import add_load, add_statistics
 from megatron_ext.ops.quantile.stream import QuantileBalancer, StreamLoad
 from megatron_ext.ops.quantile.top_k import TopK, select_top_k
 
@@ -18,6 +19,8 @@ __all__ = [
     "QuantileBalancer",
     "StreamLoad",
     "TopK",
+    "add_load",
+    "add_statistics",
     "next_bias",
     "quantile_exact",
     "select_top_k",

@@ -62,7 +62,12 @@ class Bins:
             raise ValueError(f"number={self.number}: at least 2, and even for centred bins")
 
     @property
-    def _shift(self) -> int:
+    def wide_span(self) -> float:
+        """A little more than the span, so that rounding puts nothing outside."""
+        return self.span * (1 + 1e-5)
+
+    @property
+    def shift(self) -> int:
         """`centred`: bits of a float32 below those that number its bin."""
         per_octave = max(1, self.number // 2 // OCTAVES)
         return MANTISSA_BITS - min(MANTISSA_BITS, per_octave.bit_length() - 1)
@@ -109,22 +114,20 @@ class Bins:
         # its octave and the bin in it.
         offset = (cutoff.unsqueeze(1) - (scores + bias)).to(torch.float32)
         half = self.number // 2
-        place = offset.abs().view(torch.int32) >> self._shift
+        place = offset.abs().view(torch.int32) >> self.shift
         place.sub_(self._first(bias)).clamp_(0, half)
         return torch.where(offset < 0, half - place, half + 1 + place)
 
     def _uniform(self, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Lower end and width of the bins, float32 []."""
-        # A little wider than proved, so that rounding puts nothing outside.
-        span = self.span * (1 + 1e-5)
-        low, high = bias.min() - span, bias.max() + span
+        low, high = bias.min() - self.wide_span, bias.max() + self.wide_span
         return low, (high - low) / self.number
 
     def _first(self, bias: Tensor) -> Tensor:
         """`centred`: leading bits of the largest offset in the innermost bin, int32 []."""
         # An offset is a difference of biased scores: below 2^octave in size, with rounding.
-        octave = torch.frexp(self.span * (1 + 1e-5) + bias.max() - bias.min()).exponent
-        top = (octave + EXPONENT_BIAS) << (MANTISSA_BITS - self._shift)
+        octave = torch.frexp(self.wide_span + bias.max() - bias.min()).exponent
+        top = (octave + EXPONENT_BIAS) << (MANTISSA_BITS - self.shift)
         return top - self.number // 2
 
     def edges(self, bias: Tensor) -> Tensor:
@@ -135,7 +138,7 @@ class Bins:
             return low.double() + width.double() * steps
         half = self.number // 2
         bits = self._first(bias) + torch.arange(1, half + 1, dtype=torch.int32, device=bias.device)
-        upper = (bits << self._shift).view(torch.float32).double()
+        upper = (bits << self.shift).view(torch.float32).double()
         return torch.cat([-upper.flip(0), upper.new_zeros(1), upper])
 
     def quantile(self, histogram: Tensor, *, bias: Tensor, top_k: int) -> HistogramQuantile:
