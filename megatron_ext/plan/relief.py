@@ -25,6 +25,8 @@ MOST = 3  # ways that are told
 ENOUGH = 0.98  # of the memory before: a way that saves less is none
 SECONDS = 300  # of the process; the largest model takes some ten a stage
 LONG = 8192  # tokens of a sequence from which on cutting it helps
+LONGER = "a step takes {longer:.0%} longer by the plan"
+WHOLE = 64  # tokens of a chunk of linear attention, of which parts of a sequence are made
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Answer:
 def candidates(config: RunConfig, *, world_size: int) -> Iterator[tuple[str, str, RunConfig]]:
     """Ways as (keys, price, configuration), the cheapest first; only what the rules allow.
 
+    A price may have a place for `longer`, the share of a step's time that is added.
+
     Args:
         config: of the run.
         world_size: ranks, which stay as many.
@@ -64,12 +68,15 @@ def candidates(config: RunConfig, *, world_size: int) -> Iterator[tuple[str, str
         free.append(("train.loss_chunk_tokens", None, ""))
     half = train.micro_batch_size // 2
     small = [("train.micro_batch_size", half, "smaller matrices, more passes")] if half else []
-    again = [
-        ("train.recompute", Recompute.selective, "a step takes about 15 % longer"),
-        ("train.recompute", Recompute.full, "a step takes about a third longer"),
+    # Less is computed again by the first than by the last.
+    again: list[tuple[str, Any, str]] = [
+        (f"train.{key}", _fewer(config, getattr(train, key)), LONGER)
+        for key in ("expert_chunk_tokens", "kda_segment_tokens")
     ]
-    if train.recompute is not Recompute.none:
-        again = again[1:] if train.recompute is Recompute.selective else []
+    kinds = list(Recompute)
+    again += [
+        ("train.recompute", kind, LONGER) for kind in kinds[kinds.index(train.recompute) + 1 :]
+    ]
     rounded = []
     if config.run.precision is Precision.fp32 and config.run.device is not Device.cpu:
         rounded = [("run.precision", Precision.bf16, "fewer digits; main weights stay float32")]
@@ -83,15 +90,29 @@ def candidates(config: RunConfig, *, world_size: int) -> Iterator[tuple[str, str
         (key, 2 * getattr(parallel, key.split(".")[1]), price) for key, price, fits in more if fits
     ]
     for key, value, price in [*free, *small, *again, *rounded, *spread]:
-        section, name = key.split(".")
+        way = {key: value}
+        if train.cuda_graph and price == LONGER:  # a graph computes nothing again
+            way = {"train.cuda_graph": False, **way}
         changed = deepcopy(config)
-        if getattr(getattr(changed, section), name) == value:
+        for name, new in way.items():
+            section, _, option = name.partition(".")
+            setattr(getattr(changed, section), option, new)
+        if changed == config or find_problems(changed, world_size):
             continue
-        setattr(getattr(changed, section), name, value)
-        if find_problems(changed, world_size):
-            continue
-        text = getattr(value, "name", "null" if value is None else str(value).lower())
-        yield f"{key}={text}", price or "costs nothing", changed
+        yield " ".join(map(_word, way.items())), price or "costs nothing", changed
+
+
+def _fewer(config: RunConfig, now: int | None) -> int | None:
+    """Tokens of a rank at a time: a quarter of a micro-batch's, or half of what is set; `now` where
+    that makes no whole chunk of linear attention."""
+    length = config.data.sequence_length // config.parallel.context
+    wanted = config.train.micro_batch_size * length // 4 if now is None else now // 2
+    return wanted // WHOLE * WHOLE or now
+
+
+def _word(pair: tuple[str, Any]) -> str:
+    key, value = pair
+    return f"{key}={getattr(value, 'name', 'null' if value is None else str(value).lower())}"
 
 
 def consider(config: RunConfig, *, world_size: int, stage: int) -> Answer:
@@ -102,22 +123,26 @@ def consider(config: RunConfig, *, world_size: int, stage: int) -> Answer:
         world_size: ranks of the job.
         stage: pipeline stage of the rank.
     """
+    from megatron_ext.plan.calibration import load_calibration
     from megatron_ext.plan.main import planned_vocab_size
     from megatron_ext.plan.memory import Memory, memory_of
     from megatron_ext.plan.rehearsal import rehearse
+    from megatron_ext.plan.timing import step_time
 
-    vocab_size = planned_vocab_size(config)
+    vocab_size, speeds = planned_vocab_size(config), load_calibration(config.plan.calibration)
 
-    def needed(changed: RunConfig) -> Memory:
+    def needed(changed: RunConfig) -> tuple[Memory, float]:
         number = stage * changed.parallel.pipeline // config.parallel.pipeline
         found = rehearse(changed, vocab_size, stage=number, imbalance=config.plan.imbalance)
-        return memory_of(changed, found, number=number, world_size=world_size)
+        memory = memory_of(changed, found, number=number, world_size=world_size)
+        time = step_time(changed, [found], speeds, world_size=world_size, first=number)
+        return memory, time.total
 
-    now, ways = needed(config), list[Way]()
+    (now, seconds), ways = needed(config), list[Way]()
     for words, price, changed in candidates(config, world_size=world_size):
-        then = needed(changed)
+        then, longer = needed(changed)
         if then.total < ENOUGH * now.total:
-            ways.append(Way(words, price, then.total))
+            ways.append(Way(words, price.format(longer=longer / seconds - 1), then.total))
         if len(ways) == MOST:
             break
     return Answer(now.total, now.parameters, now.gradients, now.optimizer, now.activations, ways)
