@@ -16,6 +16,7 @@ KERNELS = (
     "attn_res",
     "expert_rows",
     "gating",
+    "kda_backward",
     "kda_inputs",
     "qkv_conv",
     "router",
