@@ -24,6 +24,7 @@ from megatron_ext.ops.kda import triton as kda_inputs
 from megatron_ext.ops.launch import launch_settings
 from megatron_ext.ops.qkv_conv import triton as conv
 from megatron_ext.ops.quantile import triton as statistics
+from megatron_ext.ops.quantile import triton_update as update
 from megatron_ext.ops.router import triton as router
 from megatron_ext.ops.situ import triton as situ
 
@@ -74,6 +75,14 @@ STATISTICS = {
     "number": "i32",
     "span": "fp32",
 }
+UPDATE = {
+    **dict.fromkeys(("value", "predicted", "widest", "bin_width"), "*fp64"),
+    **dict.fromkeys(("histogram", "outside"), "*i32"),
+    **dict.fromkeys(("tokens", "out_of_range"), "*i64"),
+    **dict.fromkeys(("bias", "new_bias"), "*fp32"),
+    **dict.fromkeys(("number", "top_k"), "i32"),
+    "span": "fp32",
+}
 CHUNKS = {
     **dict.fromkeys(("decay", "beta", "d_q", "d_k", "d_g", "d_beta", "diagonal", "units"), "*fp32"),
     **dict.fromkeys(("cu_seqlens", "chunk_indices"), "*i64"),
@@ -108,6 +117,13 @@ KERNELS = [
         {"CENTRED": False, "SHIFT": 21, "VALID": True, "ALL": 1024},
         STATISTICS,
     ),
+    (
+        update._update_experts,
+        {"num_warps": 4},
+        {"CENTRED": False, "SHIFT": 21, "ALL": 1024, "PLACES": 1024},
+        UPDATE,
+    ),
+    (update._update_all, {"num_warps": 4}, {"LEVEL": True, "ALL": 1024}, UPDATE),
     (
         attn_res._depth_mix_forward,
         attn_res._settings("depth_mix_forward", 7168, 9),

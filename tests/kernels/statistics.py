@@ -1,14 +1,15 @@
-"""The Triton kernel of load and margins: the same integers as plain torch."""
+"""The Triton kernels of load and margins: the same integers as plain torch, and the same bias."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_ext.config.schema import BinPlacement
-from megatron_ext.ops.quantile import Bins, add_load, select_top_k
+from megatron_ext.config.schema import BinPlacement, KernelBackend, KernelOptions
+from megatron_ext.ops.quantile import Bins, add_load, level, select_top_k
 from megatron_ext.ops.quantile import triton as statistics
 from megatron_ext.ops.quantile.triton import add_statistics_triton
+from megatron_ext.ops.quantile.triton_update import level_triton
 from tests.kernels.common import DEVICE, draw, far_apart
 
 BINS = [
@@ -90,3 +91,30 @@ def test_no_tokens():
     made = both(BINS[0], draw(0, 8), torch.zeros(8, device=DEVICE), 2)
     assert not made[0][0].any()
     assert not made[0][1].any()
+
+
+@pytest.mark.parametrize("bins", BINS, ids=lambda bins: f"{bins.placement.name}-{bins.number}")
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(80, 20, 4), (0, 6, 2), (1, 5, 5), (2, 3, 1)])
+def test_the_new_bias_is_that_of_torch(bins, tokens, experts, k):
+    scores, bias = torch.sigmoid(draw(tokens, experts)), 0.2 * draw(experts, seed=2)
+    histogram = bins.zeros(experts, device=DEVICE)
+    cutoff = select_top_k(scores + bias, k).cutoff
+    bins.add(histogram, scores, bias=bias, cutoff=cutoff)
+    options = {"bins": bins, "bias": bias, "top_k": k}
+    options["tokens"] = torch.tensor(tokens, device=DEVICE)
+    found = level(histogram, **options, kernels=KernelOptions(backend=KernelBackend.dense))
+    for ours, theirs in zip(level_triton(histogram, **options), found, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_counts_near_the_end_of_int32():
+    bins = BINS[0]
+    histogram = torch.zeros(3, 130, dtype=torch.int32, device=DEVICE)
+    histogram[:, 40], histogram[:, 70], histogram[:, 0] = 2**30, 2**30 - 7, 5
+    options = {"bins": bins, "bias": torch.zeros(3, device=DEVICE), "top_k": 2}
+    options["tokens"] = histogram.long().sum(1)[0]
+    found = level(histogram, **options, kernels=KernelOptions(backend=KernelBackend.dense))
+    for ours, theirs in zip(level_triton(histogram, **options), found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert found.out_of_range == 15

@@ -19,6 +19,7 @@ from megatron_ext.ops.quantile import (
     Bins,
     LayerLoad,
     add_statistics,
+    level,
     next_bias,
     quantile_exact,
 )
@@ -69,17 +70,16 @@ class QuantileRule(Balancer):
     @torch.no_grad()
     def update(self, layer: int) -> LayerLoad:
         """As `Balancer.update`."""
-        found = self.bins.quantile(self.histogram, bias=self.bias, top_k=self.top_k)
-        self.histogram.zero_()
-        return self._finish(
-            layer,
-            new_bias=next_bias(
-                found.value, bias=self.bias, top_k=self.top_k, tokens=self.counts[-1]
-            ),
-            predicted=found.tokens.double() * self.top_k / self.num_experts,
-            out_of_range=found.out_of_range,
-            bin_width=found.width,
+        found = level(
+            self.histogram,
+            bins=self.bins,
+            bias=self.bias,
+            top_k=self.top_k,
+            tokens=self.counts[-1],
+            kernels=self.kernels,
         )
+        self.histogram.zero_()
+        return self._finish(layer, **found._asdict())
 
 
 class ExactQuantileRule(Balancer):

@@ -25,11 +25,29 @@ from megatron_ext.ops.quantile.histogram import Bins
 
 
 @triton.jit
+def _origin(
+    bias, width, number, span, CENTRED: tl.constexpr, SHIFT: tl.constexpr, ALL: tl.constexpr
+):  # fmt: skip
+    """Where bins begin: leading bits of the first (`Bins._first`), or its lower end and width."""
+    others = tl.arange(0, ALL)
+    every = tl.load(bias + others, mask=others < width, other=float("inf"))
+    smallest = tl.min(every)
+    largest = tl.max(tl.where(others < width, every, float("-inf")))
+    if CENTRED:
+        # The octave of the widest offset, from the exponent of its float.
+        octave = ((span + largest - smallest).to(tl.int32, bitcast=True) >> 23) + 1
+        return (octave << (23 - SHIFT)) - number // 2, 1.0
+    else:
+        low = smallest - span
+        return low, tl.div_rn(largest + span - low, number.to(tl.float32))
+
+
+@triton.jit
 def _places(
     score, bias, cutoff, low, step, number,
     CENTRED: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """`Bins._bin`: `low` and `step` are the first bin's leading bits, or its end and width."""
+    """`Bins._bin`; `low` and `step` are from `_origin`."""
     if CENTRED:
         offset = cutoff - (score + bias)
         size = offset.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -77,18 +95,7 @@ def _statistics(
     CENTRED: tl.constexpr, SHIFT: tl.constexpr, VALID: tl.constexpr, ALL: tl.constexpr,
     TOKENS: tl.constexpr, AHEAD: tl.constexpr, EXPERTS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    others = tl.arange(0, ALL)
-    every = tl.load(bias + others, mask=others < width, other=float("inf"))
-    smallest = tl.min(every)
-    largest = tl.max(tl.where(others < width, every, float("-inf")))
-    if CENTRED:
-        # `Bins._first`: the octave of the widest offset, from the exponent of its float.
-        octave = ((span + largest - smallest).to(tl.int32, bitcast=True) >> 23) + 1
-        low = (octave << (23 - SHIFT)) - number // 2
-        step = 1.0
-    else:
-        low = smallest - span
-        step = tl.div_rn(largest + span - low, number.to(tl.float32))
+    low, step = _origin(bias, width, number, span, CENTRED, SHIFT, ALL)
     begin = tl.program_id(1) * TOKENS
     column = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     here = column < width
