@@ -13,6 +13,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.ops import without_memory
 from megatron_ext.ops.attn_res import fla
 from megatron_ext.ops.attn_res.dense import depth_mix_dense, depth_weights
+from megatron_ext.ops.attn_res.gradients import with_gradient_sum
 from megatron_ext.ops.attn_res.reference import depth_mix_reference, depth_weights_reference
 from megatron_ext.ops.backend import rejection, triton_misfit
 
@@ -62,9 +63,13 @@ def _rejection(device: torch.device, dtype: torch.dtype, width: int) -> str | No
     inputs = [*vectors, *torch.randn(3, 70, width, generator=generator)]
 
     def by(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda query, key_weight, norm_weight, *sources: run(
-            sources, query, key_weight, eps=1e-5, norm_weight=norm_weight
-        )
+        def two_readers(query: Tensor, key: Tensor, norm: Tensor, *sources: Tensor) -> Tensor:
+            first, *finished = sources
+            read = (*map(with_gradient_sum, finished), first)
+            once = run(read, query, key, eps=1e-5, norm_weight=norm)
+            return once + run(read, 2 * query, key, eps=1e-5, norm_weight=norm)
+
+        return two_readers
 
     return rejection(
         "depth_mix",
