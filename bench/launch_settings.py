@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import attention_residuals
+import kda_backward
 import routing
 import torch
 from common import Row, both_ways, finish, free_memory, gpu_kernels, start
@@ -35,6 +36,7 @@ KERNELS = {
     "convolution": "qkv_conv",
     "sums": "expert_rows",
     "mix": "depth_mix",
+    "chunks": "kda_backward",
     "routing": "route",
     "margins": "statistics",
 }
@@ -71,6 +73,10 @@ def candidates(kernel: str) -> list[Settings]:
             for warps in (1, 4)
             for window in (0, 16)
         ]
+    if kernel == "kda_backward_solve":
+        return product(num_warps=(4, 8))
+    if kernel == "kda_backward_chunk":  # 4 warps have no registers for it, 16 spill half of them
+        return product(num_warps=(8,))
     if kernel == "depth_mix_forward":
         return product(num_warps=(4, 8, 16))
     if kernel == "depth_mix_backward":
@@ -91,6 +97,8 @@ def calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
         attention_residuals.mix, sources, vectors, backend=AttentionResidualBackend.triton
     )
     yield "mix over depth", both_ways(mix, [*sources, *vectors])
+    yield "chunks of KDA", kda_backward.ours(kda_backward.flow(96, TOKENS, device))
+    free_memory()
     case = routing.build(
         ROUTED, placement=BinPlacement.centred, backend=KernelBackend.triton, device=device
     )

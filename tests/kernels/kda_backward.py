@@ -15,7 +15,7 @@ from tests.kernels.common import DEVICE, draw, interpret_half_products
 # interpreter cuts digits off where a GPU rounds.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 TOLERANCE = 1e-2 if DEVICE == "cuda" else 1e-5
-HALF_TOLERANCE = 6e-3 if DEVICE == "cuda" else 1.5e-2
+HALF_TOLERANCE = 6e-3 if DEVICE == "cuda" else 8e-3
 
 NAMES = ("d_q", "d_k", "d_v", "d_g", "d_beta")
 
@@ -35,7 +35,18 @@ def chunk(q, k, v, g, beta, state, scale):
     return passed / math.log(2), inverse, new, out, after
 
 
-def problem(lengths, heads, width, *, dtype=torch.float32, gate=1.0, shift=0.0, same=False, size=1):
+def problem(
+    lengths,
+    heads,
+    width,
+    *,
+    dtype=torch.float32,
+    gate=1.0,
+    shift=0.0,
+    same=False,
+    size=1,
+    flow=0.25,
+):
     """Inputs of the kernel and the gradients wanted."""
     tokens = sum(lengths)
     q, k, v, z, d_out = (draw(tokens, heads, width, seed=i).to(dtype).double() for i in range(5))
@@ -46,7 +57,7 @@ def problem(lengths, heads, width, *, dtype=torch.float32, gate=1.0, shift=0.0, 
     beta = torch.sigmoid(draw(tokens, heads, seed=5).double())
     chunks = sum(-(-n // CHUNK) for n in lengths)
     states, d_states = (
-        draw(chunks, heads, width, width, seed=6 + i).to(dtype).double() / 4 for i in range(2)
+        flow * draw(chunks, heads, width, width, seed=6 + i).to(dtype).double() for i in range(2)
     )
     d_out, d_states = d_out * size, d_states * size
     shape = (tokens, heads)
@@ -136,7 +147,9 @@ def test_rows_of_a_batch():
 
 def test_bfloat16_is_enough_since_factors_are_rounded_once():
     interpret_half_products()
-    given, wanted = problem([64], 1, 128, dtype=torch.bfloat16, gate=8.0)
+    # Without states all of the decay's gradient is a difference of sums over pairs; of unrounded
+    # factors it would be 1e-2 off.
+    given, wanted = problem([64], 1, 128, dtype=torch.bfloat16, gate=8.0, flow=0.0)
     found = errors(given, wanted)
     assert max(found.values()) < HALF_TOLERANCE, found
 
