@@ -31,7 +31,7 @@ from common import (
 from torch import Tensor
 
 from megatron_ext.config.schema import Gate, KdaBackend
-from megatron_ext.ops.kda import cudnn, fla, kda
+from megatron_ext.ops.kda import cudnn, fla, kda, own
 from megatron_ext.ops.kda.check import Problem, errors, rejection
 
 # Cost of a token and head at width 128, chunk 64, bfloat16 in and out (backward recomputes).
@@ -90,6 +90,7 @@ def candidates(device: torch.device, *, width: int, wanted: Sequence[str]) -> li
     """What runs here, the slowest first; says why others do not."""
     missing = {
         KdaBackend.fla: [] if fla.available(device) else ["needs a GPU and the package fla-core"],
+        KdaBackend.triton: own.misfits(device, head_dim=width, gate=Gate.bounded),
         KdaBackend.cudnn: cudnn.misfits(device, head_dim=width, gate=Gate.bounded),
     }
     for backend, reasons in missing.items():
@@ -212,7 +213,9 @@ def main() -> None:
             partial(accuracy, [backend], device=device, dtype=dtype, width=width),
         )
         attempt("check", "checks", partial(checks, [backend], sizes, device))
-        gates = [Gate.bounded] if backend is KdaBackend.cudnn else [Gate.bounded, Gate.softplus]
+        gates = [Gate.bounded]
+        if backend not in (KdaBackend.cudnn, KdaBackend.triton):
+            gates.append(Gate.softplus)
         for gate in gates:
             for decay in DECAYS:
                 for size in sizes:

@@ -29,7 +29,7 @@ from megatron_ext.ops import launch
 Settings = dict[str, int]
 TOKENS, ROUTED, REPEATS = 8192, 65536, 5
 # By a word in an operator's name, how the names of its kernels begin. Those of the norm, gate and
-# beta before cudnn's linear attention have no operator of their own and are not tried.
+# beta before cudnn's linear attention, and those of our own, have no operator and are not tried.
 KERNELS = {
     "SiTU": "situ",
     "gate": "head_gate",

@@ -40,10 +40,11 @@ class KdaBackend(Enum):
     dense = "dense"
     fla = "fla"
     cudnn = "cudnn"  # by name only: fast, with a less accurate gradient of the gate
+    triton = "triton"  # by name only: fla's forward pass and our backward pass
 
 
 class KdaCheck(Enum):
-    auto = "auto"  # what is made of kernels: fla and cudnn
+    auto = "auto"  # what is made of kernels: fla, cudnn and triton
     always = "always"
     never = "never"
 
@@ -125,14 +126,14 @@ class KdaOptions:
     output_gate_rank: int = option(32, "Rank of a low-rank output gate")
     backend: KdaBackend = option(
         KdaBackend.auto,
-        "auto: fla on a GPU that has it, else (and if deterministic) dense; cudnn: Hopper, bf16, "
-        "heads of 128, a bounded gate",
+        "auto: fla on a GPU that has it, else (and if deterministic) dense; cudnn (Hopper) and "
+        "triton (with fla): bf16, heads of 128, a bounded gate",
     )
     require: bool = option(False, "Make a fallback of the backend an error")
     check: KdaCheck = option(
         KdaCheck.auto,
         "Before the first step compare the backend with the formula in float64 on the same input, "
-        "and stop where it is too far off; auto: fla and cudnn",
+        "and stop where it is too far off; auto: fla, cudnn and triton",
     )
 
 

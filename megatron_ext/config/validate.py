@@ -133,6 +133,7 @@ def _run(config: RunConfig) -> Iterator[Problem]:
         ("model.kernels.backend", KernelBackend.triton, "", "reference, dense, auto"),
         ("model.kda.backend", KdaBackend.fla, wrong, "reference, dense, auto"),
         ("model.kda.backend", KdaBackend.cudnn, unknown, "reference, dense, auto"),
+        ("model.kda.backend", KdaBackend.triton, wrong, "reference, dense, auto"),
         ("model.mla.backend", AttentionBackend.transformer_engine, wrong, "sdpa, auto"),
         ("model.experts.backend", ExpertBackend.grouped_mm, "", "loop, auto"),
         (

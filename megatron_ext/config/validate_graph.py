@@ -17,6 +17,7 @@ from megatron_ext.config.schema import (
 )
 
 # Rules that take as many rows every time, and keep their statistics in place.
+KDA_STEADY = (KdaBackend.auto, KdaBackend.fla, KdaBackend.triton)
 STEADY_RULES = (BalanceRule.quantile, BalanceRule.sign, BalanceRule.none)
 
 
@@ -34,7 +35,7 @@ def graph_problems(config: RunConfig) -> Iterator[Problem]:
         ("train.recompute", train.recompute, (Recompute.none,)),
         ("train.expert_chunk_tokens", train.expert_chunk_tokens, (None,)),
         ("train.kda_segment_tokens", train.kda_segment_tokens, (None,)),
-        ("model.kda.backend", model.kda.backend, (KdaBackend.auto, KdaBackend.fla)),
+        ("model.kda.backend", model.kda.backend, KDA_STEADY),
     ]
     if expert_layers(model):
         grouped = (ExpertBackend.auto, ExpertBackend.grouped_mm)

@@ -8,7 +8,7 @@ from megatron_ext.config.problem import Problem
 from megatron_ext.config.schema import Gate, KdaBackend, KdaOptions, Precision, RunConfig
 
 FLA_LARGEST_HEAD = 256
-CUDNN_HEAD = 128
+KERNEL_HEAD = 128  # of the backends cudnn and triton
 
 
 def kda_problems(config: RunConfig) -> Iterator[Problem]:
@@ -22,8 +22,8 @@ def kda_problems(config: RunConfig) -> Iterator[Problem]:
             "model.kda.gate=softplus, which is unbounded and slower)",
             ("model.kda.lower_bound", "model.kda.gate"),
         )
-    if kda.backend is KdaBackend.cudnn:
-        yield from _cudnn(kda, config.run.precision)
+    if kda.backend in (KdaBackend.cudnn, KdaBackend.triton):
+        yield from _of_128(kda, config.run.precision)
     for key, size in (
         ("model.kda.head_dim", kda.head_dim),
         ("model.kda.value_dim", kda.value_dim),
@@ -43,23 +43,25 @@ def kda_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _cudnn(kda: KdaOptions, precision: Precision) -> Iterator[Problem]:
-    if kda.head_dim != CUDNN_HEAD:
+def _of_128(kda: KdaOptions, precision: Precision) -> Iterator[Problem]:
+    """What cudnn and triton ask for, whose kernels are made for one shape."""
+    key = f"model.kda.backend={kda.backend.name}"
+    if kda.head_dim != KERNEL_HEAD:
         yield Problem(
-            f"model.kda.head_dim={kda.head_dim}: must be {CUDNN_HEAD} for model.kda.backend=cudnn "
-            f"(nearest {CUDNN_HEAD}, with model.kda.value_dim; or model.kda.backend=auto)",
+            f"model.kda.head_dim={kda.head_dim}: must be {KERNEL_HEAD} for {key} "
+            f"(nearest {KERNEL_HEAD}, with model.kda.value_dim; or model.kda.backend=auto)",
             ("model.kda.head_dim", "model.kda.backend"),
         )
     if kda.gate is Gate.softplus:
         yield Problem(
-            "model.kda.gate=softplus: must be bounded or bounded_plain for "
-            "model.kda.backend=cudnn, whose kernel overflows where 16 tokens decay by more than 88 "
-            "nats (nearest bounded; or model.kda.backend=auto)",
+            f"model.kda.gate=softplus: must be bounded or bounded_plain for {key}, whose kernel "
+            "overflows where 16 tokens decay by more than 88 nats (nearest bounded; or "
+            "model.kda.backend=auto)",
             ("model.kda.gate", "model.kda.backend"),
         )
     if precision is not Precision.bf16:
         yield Problem(
-            f"run.precision={precision.name}: must be bf16 for model.kda.backend=cudnn, whose "
-            "queries, keys and values are bfloat16 (nearest bf16; or model.kda.backend=auto)",
+            f"run.precision={precision.name}: must be bf16 for {key}, whose queries, keys and "
+            "values are bfloat16 (nearest bf16; or model.kda.backend=auto)",
             ("run.precision", "model.kda.backend"),
         )

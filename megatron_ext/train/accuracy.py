@@ -18,13 +18,14 @@ def check_kda(config: RunConfig, device: torch.device) -> None:
     are compiled, less than a second. See `ops.kda.check`; `model.kda.check` says when.
 
     Raises:
-        ConfigError: the backend is too inaccurate, fails, or (cudnn) cannot run here.
+        ConfigError: the backend is too inaccurate, fails, or (cudnn, triton) cannot run here.
     """
     model, kda = config.model, config.model.kda
     if not {LayerKind.kda, LayerKind.gated} & set(layer_kinds(model)):
         return
     chosen = resolve_backend(kda.backend, device, head_dim=kda.head_dim, gate=kda.gate)
-    judged = chosen in (KdaBackend.fla, KdaBackend.cudnn) or kda.check is KdaCheck.always
+    kernels = chosen in (KdaBackend.fla, KdaBackend.cudnn, KdaBackend.triton)
+    judged = kernels or kda.check is KdaCheck.always
     if kda.check is KdaCheck.never or not judged:
         return
     dtype = torch.bfloat16 if config.run.precision is Precision.bf16 else torch.float32

@@ -120,6 +120,16 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "run.precision=fp32: must be bf16 for model.kda.backend=cudnn",
         ],
     ),
+    "own_kda": (
+        ["model.kda.backend=triton", "model.kda.gate=softplus", "run.deterministic=true"],
+        [
+            "model.kda.backend=triton: is not deterministic",
+            "model.kda.head_dim=32: must be 128 for model.kda.backend=triton",
+            "model.kda.gate=softplus: must be bounded or bounded_plain for "
+            "model.kda.backend=triton",
+            "run.precision=fp32: must be bf16 for model.kda.backend=triton",
+        ],
+    ),
     "backends_of_others": (
         ["model.experts.backend=fla"],
         [

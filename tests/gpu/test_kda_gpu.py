@@ -1,9 +1,10 @@
-"""fla and the dense path on a GPU against the float64 recurrence on the CPU."""
+"""fla, our own backend and the dense path on a GPU against the float64 recurrence on the CPU."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,9 +49,25 @@ def test_dense_equals_the_recurrence(case: Case) -> None:
     assert max(errors(got, want).values()) < FLOAT32
 
 
+def wide(case: Case) -> Case:
+    """In the one width of our own kernels."""
+    return replace(case, heads=1, key_dim=128, value_dim=128)
+
+
+OWN = [
+    *(wide(case) for case in CASES if case.gate is not Gate.softplus),
+    wide(Case(130, gate_shift=-6.0, gate_spread=0.5)),
+    wide(Case(130, gate_spread=8.0)),
+    wide(Case(3)),
+]
+
+
 @needs_fla
-@pytest.mark.parametrize("case", CASES)
-def test_fla_equals_the_recurrence(case: Case) -> None:
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [(KdaBackend.triton, case) for case in OWN] + [(KdaBackend.fla, case) for case in CASES],
+)
+def test_kernels_equal_the_recurrence(backend: KdaBackend, case: Case) -> None:
     inputs = {n: x.bfloat16().double() for n, x in make(case).items()}
     for name in ("A_log", "dt_bias", "initial_state"):
         if name in inputs:
@@ -71,7 +88,7 @@ def test_fla_equals_the_recurrence(case: Case) -> None:
         cu_seqlens=offsets,
         initial_state=leaves["initial_state"],
         output_final_state=True,
-        backend=KdaBackend.fla,
+        backend=backend,
         require=True,
     )
     generator = torch.Generator().manual_seed(99)
@@ -84,6 +101,21 @@ def test_fla_equals_the_recurrence(case: Case) -> None:
     assert final.dtype == torch.float32
     assert all(math.isfinite(x) for x in found.values())
     assert max(found.values()) < BFLOAT16, found
+
+
+@needs_fla
+def test_outputs_of_our_backend_do_not_depend_on_later_tokens_even_by_rounding() -> None:
+    case = wide(Case(130, gate_spread=8.0))
+    inputs = {n: x.to("cuda", torch.bfloat16) for n, x in make(case).items()}
+    del inputs["initial_state"]
+    found = []
+    for later in (1.0, -3.0):
+        for name in ("q", "k", "v", "z", "beta"):
+            inputs[name] = inputs[name].clone()
+            inputs[name][:, 77:] *= later
+        o, _ = kda(*inputs.values(), gate=case.gate, lower_bound=-5.0, backend=KdaBackend.triton)
+        found.append(o[:, :77])
+    assert torch.equal(*found)
 
 
 @needs_fla

@@ -21,6 +21,7 @@ from megatron_ext.ops.attn_res import triton as attn_res
 from megatron_ext.ops.expert_rows import triton as expert_rows
 from megatron_ext.ops.gating import triton as gating
 from megatron_ext.ops.kda import own_backward
+from megatron_ext.ops.kda import own_kernels as kda_own
 from megatron_ext.ops.kda import triton as kda_inputs
 from megatron_ext.ops.launch import launch_settings
 from megatron_ext.ops.qkv_conv import triton as conv
@@ -46,6 +47,7 @@ CONV = {
 }
 INPUTS = {
     **dict.fromkeys(("slope", "bias", "g_out", "beta_out", "g_grad", "beta_grad"), "*fp32"),
+    **dict.fromkeys(("q_inverse", "k_inverse", "q_grad", "k_grad"), "*fp32"),
     **dict.fromkeys(("d_slope", "d_bias"), "*fp32"),
     **dict.fromkeys(("lower_bound", "eps"), "fp32"),
     **dict.fromkeys(("q_row", "k_row", "z_row", "beta_row", "dz_row"), "i32"),
@@ -173,7 +175,7 @@ KERNELS = [
     (
         kda_inputs._kda_inputs_backward,
         kda_inputs._settings("kda_inputs_backward", 128),
-        {"SLOPE": True},
+        {"SLOPE": True, "UNIT": True},
         INPUTS,
     ),
     (
@@ -187,6 +189,18 @@ KERNELS = [
         launch_settings("kda_backward_chunk", 128),
         {"WIDTH": 128, "VALUE": 128, "DOCUMENTS": True, "COMPILED": True},
         CHUNKS,
+    ),
+    (
+        kda_own._kda_unit_rows,
+        launch_settings("kda_unit_rows", 128),
+        {"WIDTH": 128},
+        {**dict.fromkeys(("q_inverse", "k_inverse"), "*fp32"), "eps": "fp32"},
+    ),
+    (
+        kda_own._kda_values_backward,
+        launch_settings("kda_values_backward", 128),
+        {"WIDTH": 128, "DOCUMENTS": True},
+        {"starts": "*i64", "places": "*i64"},
     ),
 ]
 INTEGERS = re.compile(r"width|rows|tokens|heads|length|batch|channels|.*_(row|head|batch|part)")

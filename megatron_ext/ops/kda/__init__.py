@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.config.schema import Gate, KdaBackend
 from megatron_ext.errors import ConfigError
-from megatron_ext.ops.kda import cudnn, fla
+from megatron_ext.ops.kda import cudnn, fla, own
 from megatron_ext.ops.kda.context import any_context_kda, chunk_context_kda
 from megatron_ext.ops.kda.conv import short_conv_dense, short_conv_reference
 from megatron_ext.ops.kda.dense import chunk_kda
@@ -37,7 +37,8 @@ __all__ = [
 def resolve_backend(
     backend: KdaBackend, device: torch.device, *, head_dim: int, gate: Gate
 ) -> KdaBackend:
-    """The backend that will run: what is asked for where it can, else ``dense``; cudnn or an error.
+    """The backend that will run: what is asked for where it can, else ``dense``; cudnn and triton
+    are never replaced.
 
     Args:
         backend: what the configuration asks for; ``auto`` is fla where it can run, else dense.
@@ -46,15 +47,16 @@ def resolve_backend(
         gate: form of the decay gate.
 
     Returns:
-        ``reference``, ``dense``, ``fla`` or ``cudnn``; never ``auto``.
+        ``reference``, ``dense``, ``fla``, ``cudnn`` or ``triton``; never ``auto``.
 
     Raises:
-        ConfigError: ``cudnn``, which cannot run there.
+        ConfigError: ``cudnn`` or ``triton``, which cannot run there.
     """
     if backend in (KdaBackend.reference, KdaBackend.dense):
         return backend
-    if backend is KdaBackend.cudnn:
-        cudnn.require(device, head_dim=head_dim, gate=gate)
+    if backend in (KdaBackend.cudnn, KdaBackend.triton):
+        kernels = cudnn if backend is KdaBackend.cudnn else own
+        kernels.require(device, head_dim=head_dim, gate=gate)
         return backend
     usable = fla.available(device) and head_dim <= fla.MAX_HEAD_DIM
     return KdaBackend.fla if usable else KdaBackend.dense
@@ -100,14 +102,18 @@ def kda(
         for float64 input), or None.
 
     Raises:
-        ConfigError: ``require`` or cudnn, and the backend asked for cannot run here.
+        ConfigError: ``require``, cudnn or triton, and the backend asked for cannot run here.
         ValueError: shapes, offsets, dtype or bound do not fit.
     """
     _check_shapes(q, k, v, z, beta_logits, A_log, dt_bias)
     chosen = _choose(backend, q.device, head_dim=q.shape[-1], gate=gate, require=require)
-    if chosen in (KdaBackend.fla, KdaBackend.cudnn):
-        fused = fla.fla_kda if chosen is KdaBackend.fla else cudnn.cudnn_kda
-        return fused(
+    fused = {
+        KdaBackend.fla: fla.fla_kda,
+        KdaBackend.cudnn: cudnn.cudnn_kda,
+        KdaBackend.triton: own.own_kda,
+    }
+    if chosen in fused:
+        return fused[chosen](
             q,
             k,
             v,
@@ -245,7 +251,8 @@ def short_conv(
         x: inputs [B, T, C].
         weight: filters [C, W]; the last tap meets the token itself.
         cu_seqlens: document offsets [N + 1], int32 or int64; then B must be 1.
-        backend: which implementation; ``auto`` as for ``kda``, and so is cudnn, which has none.
+        backend: which implementation; ``auto`` as for ``kda``, and so are cudnn and triton, which
+            have none.
         initial_state: the W - 1 inputs before each document [N or B, C, W - 1], oldest first.
         output_final_state: also return the last W - 1 inputs of each document.
 
@@ -255,7 +262,7 @@ def short_conv(
     Raises:
         ValueError: ``cu_seqlens`` or the dtype does not fit.
     """
-    if backend is KdaBackend.cudnn:
+    if backend in (KdaBackend.cudnn, KdaBackend.triton):
         backend = KdaBackend.auto
     chosen = resolve_backend(backend, x.device, head_dim=1, gate=Gate.bounded)
     run = {

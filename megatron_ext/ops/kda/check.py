@@ -75,7 +75,8 @@ def bound(backend: KdaBackend, dtype: torch.dtype, *, tf32: bool) -> Bound:
     if backend is KdaBackend.cudnn:
         return Bound(1e-2, 6e-2, 2e-1)
     half = dtype in (torch.bfloat16, torch.float16)
-    if backend is KdaBackend.fla or half or (tf32 and dtype is torch.float32):
+    kernels = backend in (KdaBackend.fla, KdaBackend.triton)
+    if kernels or half or (tf32 and dtype is torch.float32):
         return Bound(1e-2, 1e-2, 5e-2)
     return Bound(1e-5, 1e-5, 1e-5)
 

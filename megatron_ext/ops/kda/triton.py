@@ -64,21 +64,26 @@ def _kda_inputs_forward(
 
 
 @triton.jit
-def _norm_backward(x, grad, eps):
+def _norm_backward(x, grad, eps, inverses, at, mask, UNIT: tl.constexpr):
+    """UNIT: `x` is normed already, by numbers [ROWS, 1] that lie at `inverses + at`."""
     x = x.to(tl.float32)
     grad = grad.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, 1)[:, None] + eps)
-    unit = x * inverse
-    return inverse * (grad - unit * tl.sum(grad * unit, 1)[:, None])
+    if UNIT:
+        inverse = tl.load(inverses + at, mask=mask, other=0.0)
+    else:
+        inverse = tl.rsqrt(tl.sum(x * x, 1)[:, None] + eps)
+        x *= inverse
+    return inverse * (grad - x * tl.sum(grad * x, 1)[:, None])
 
 
 @triton.jit
 def _kda_inputs_backward(
-    q, k, z, beta, slope, bias, q_grad, k_grad, g_grad, beta_grad,
+    q, k, z, beta, slope, bias, q_inverse, k_inverse, q_grad, k_grad, g_grad, beta_grad,
     d_q, d_k, d_z, d_beta, d_slope, d_bias, tokens, length, heads, width,
     q_batch, q_row, q_head, k_batch, k_row, k_head, z_batch, z_row, z_head,
     beta_batch, beta_row, beta_head, dz_batch, dz_row, dz_head, lower_bound, eps,
-    SLOPE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+    SLOPE: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     head = program % heads
@@ -95,17 +100,20 @@ def _kda_inputs_backward(
         item, place = (row // length)[:, None], (row % length)[:, None]
         there = row[:, None] < tokens
         inside = there & (channel < width)
-        at = (row[:, None] * heads + head) * width + channel
+        flat = row[:, None] * heads + head
+        at = flat * width + channel
         x = tl.load(
             q + item * q_batch + place * q_row + head * q_head + channel, mask=inside, other=0.0
         )
         grad = tl.load(q_grad + at, mask=inside, other=0.0)
-        tl.store(d_q + at, _norm_backward(x, grad, eps), mask=inside)
+        x = _norm_backward(x, grad, eps, q_inverse, flat, there, UNIT)
+        tl.store(d_q + at, x, mask=inside)
         x = tl.load(
             k + item * k_batch + place * k_row + head * k_head + channel, mask=inside, other=0.0
         )
         grad = tl.load(k_grad + at, mask=inside, other=0.0)
-        tl.store(d_k + at, _norm_backward(x, grad, eps), mask=inside)
+        x = _norm_backward(x, grad, eps, k_inverse, flat, there, UNIT)
+        tl.store(d_k + at, x, mask=inside)
         x = tl.load(
             z + item * z_batch + place * z_row + head * z_head + channel, mask=inside, other=0.0
         )
@@ -123,7 +131,6 @@ def _kda_inputs_backward(
             beta + item * beta_batch + place * beta_row + head * beta_head, mask=there, other=0.0
         )
         b = tl.sigmoid(b.to(tl.float32))
-        flat = row[:, None] * heads + head
         grad = tl.load(beta_grad + flat, mask=there, other=0.0).to(tl.float32)
         tl.store(d_beta + flat, grad * b * (1.0 - b), mask=there)
     column = tl.arange(0, WIDTH)
@@ -194,24 +201,50 @@ class _KdaInputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, z, beta, slope, bias = ctx.saved_tensors
-        batch, length, heads, width = q.shape
-        tokens, settings = batch * length, _settings("kda_inputs_backward", width)
-        d_q, d_k = (torch.empty(q.shape, dtype=x.dtype, device=q.device) for x in (q, k))
-        d_z = torch.empty_like(z)  # in the layout of z, where that has no holes
-        d_beta = torch.empty(beta.shape, dtype=beta.dtype, device=q.device)
-        tiles = triton.cdiv(tokens, settings["ROWS"] * settings["STEPS"])
-        d_bias = torch.empty(tiles, heads, width, dtype=torch.float32, device=q.device)
-        d_slope = torch.empty(tiles, heads, dtype=torch.float32, device=q.device)
-        if tokens:
-            _kda_inputs_backward[(tiles * heads,)](
-                *(q, k, z, beta, bias if slope is None else slope, bias),
-                *(x.contiguous() for x in grads),
-                *(d_q, d_k, d_z, d_beta, d_slope, d_bias, tokens, length, heads, width),
-                *(*q.stride()[:3], *k.stride()[:3], *z.stride()[:3], *beta.stride()),
-                *(*d_z.stride()[:3], ctx.lower_bound, NORM_EPS),
-                SLOPE=slope is not None,
-                **settings,
-            )
-        of_slope = None if slope is None else d_slope.sum(0).to(slope.dtype)
-        return d_q, d_k, d_z, d_beta, of_slope, d_bias.sum(0).to(bias.dtype), None
+        return *kda_inputs_backward(ctx.saved_tensors, grads, ctx.lower_bound), None
+
+
+def kda_inputs_backward(
+    inputs: tuple[Tensor | None, ...],
+    grads: tuple[Tensor, ...],
+    lower_bound: float,
+    *,
+    inverses: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, z, beta_logits, A_log and dt_bias.
+
+    Args:
+        inputs: these, as for `kda_inputs_triton`, neighbours in memory along K.
+        grads: of normed q and k, log-decay and write strength [B * T, H, ...] or [B, T, H, ...].
+        lower_bound: as for `kda_inputs_triton`.
+        inverses: q and k of `inputs` are normed already, by these numbers, float32 [B, T, H],
+            contiguous; the gradients are those before it.
+    """
+    q, k, z, beta, slope, bias = inputs
+    assert q is not None
+    assert k is not None
+    assert z is not None
+    assert beta is not None
+    assert bias is not None
+    batch, length, heads, width = q.shape
+    tokens, settings = batch * length, _settings("kda_inputs_backward", width)
+    d_q, d_k = (torch.empty(q.shape, dtype=x.dtype, device=q.device) for x in (q, k))
+    d_z = torch.empty_like(z)  # in the layout of z, where that has no holes
+    d_beta = torch.empty(beta.shape, dtype=beta.dtype, device=q.device)
+    tiles = triton.cdiv(tokens, settings["ROWS"] * settings["STEPS"])
+    d_bias = torch.empty(tiles, heads, width, dtype=torch.float32, device=q.device)
+    d_slope = torch.empty(tiles, heads, dtype=torch.float32, device=q.device)
+    if tokens:
+        _kda_inputs_backward[(tiles * heads,)](
+            *(q, k, z, beta, bias if slope is None else slope, bias),
+            *((bias, bias) if inverses is None else inverses),  # read where they are given
+            *(x.contiguous() for x in grads),
+            *(d_q, d_k, d_z, d_beta, d_slope, d_bias, tokens, length, heads, width),
+            *(*q.stride()[:3], *k.stride()[:3], *z.stride()[:3], *beta.stride()),
+            *(*d_z.stride()[:3], lower_bound, NORM_EPS),
+            SLOPE=slope is not None,
+            UNIT=inverses is not None,
+            **settings,
+        )
+    of_slope = None if slope is None else d_slope.sum(0).to(slope.dtype)
+    return d_q, d_k, d_z, d_beta, of_slope, d_bias.sum(0).to(bias.dtype)
