@@ -1,10 +1,10 @@
 """What checkpoints cost: python bench/saves.py [--every 50] [--saves 3] [key=value ...]
 
 Other words are overrides as for pretrain.py. A run is trained with a save in the background every
-`--every` steps; its rows say how long training stood still for them. Then the same model is saved
-while nothing else happens, and loaded, as a resume does, from files that are not in memory, beside
-one file of as many bytes. `--saves 0` leaves the run out, for a model that is too large to train
-here. One rank.
+`--every` steps; its rows say how long training stood still for them. Then the same model, after a
+step, is saved while nothing else happens, and loaded, as a resume does, from files that are not in
+memory, beside one file of as many bytes. `--saves 0` leaves the run out, for a model that is too
+large to train here. One rank.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from megatron_ext.config.compose import compose
 from megatron_ext.parallel import runtime
 from megatron_ext.train.loop import save
 from megatron_ext.train.state import TrainState, build_state
+from megatron_ext.train.step import train_step
 
 ROOT = Path(__file__).resolve().parents[1]
 REPEATS = 3
@@ -71,6 +72,7 @@ def trained_rows(words: list[str], folder: Path, *, every: int, saves: int) -> l
 
 def throughput_rows(state: TrainState, folder: Path) -> list[Row]:
     """Save and load beside the disk, GB/s; medians."""
+    train_step(state)  # memory of moments that nobody has written to is not there yet
     checkpointer = Checkpointer(folder, mesh=state.mesh, asynchronous=False, keep=1, keep_every=0)
     seconds: dict[str, list[float]] = {name: [] for name in ("save", "load", "write", "read")}
     for number in range(1, REPEATS + 1):

@@ -11,7 +11,6 @@ matched between a layout with one optimizer and one with two.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from megatron_ext.checkpoint.gather import empty_state, whole_state
 from megatron_ext.optim.groups import LATE
 
 MAIN_WEIGHT = "optimizer.state.fp32_param."
@@ -131,27 +131,25 @@ def optimizer_state(
         part.init_state_fn(part.optimizer, part.config)
         entries: dict[int, Entry]
         if isinstance(part, DistributedOptimizer):
-            entries = part.sharded_param_state_fully_reshardable(
-                model, loading, sharding_metadata(mesh)
-            )
-            for index, param in enumerate(_sharded_parameters(part)):
-                main = entries[index].pop("param")
-                # The main weight of a float32 parameter is the parameter.
-                if param.dtype != torch.float32:
-                    key = MAIN_WEIGHT + main.key.removeprefix("optimizer.state.param.")
-                    entries[index]["fp32_param"] = replace(main, key=key)
+            found = empty_state(part) if loading else whole_state(part)
+            entries = {
+                index: _entry(by_id[id(param)], tensors)
+                for index, (param, tensors) in enumerate(found)
+            }
         else:
             entries = {}
             for index, (param, main) in enumerate(_plain_parameters(part)):
-                tensors = _plain_tensors(part, param, main)
-                entries[index] = {
-                    name: make_sharded_optimizer_tensor(
-                        by_id[id(param)], tensor, f"optimizer.state.{name}"
-                    )
-                    for name, tensor in tensors.items()
-                }
+                entries[index] = _entry(by_id[id(param)], _plain_tensors(part, param, main))
         state[f"part_{number}"] = entries
     return state
+
+
+def _entry(weight: ShardedTensor | ShardedTensorFactory, tensors: dict[str, Tensor]) -> Entry:
+    """What is kept of one parameter, cut into shards as its weight is."""
+    return {
+        name: make_sharded_optimizer_tensor(weight, tensor, f"optimizer.state.{name}")
+        for name, tensor in tensors.items()
+    }
 
 
 @torch.no_grad()

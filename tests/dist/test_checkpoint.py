@@ -85,6 +85,22 @@ def test_weight_decay_reaches_the_groups_of_the_table(one: dict[str, Any]) -> No
     assert min(one["decay"]["table"]) > 0
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_state_of_a_sharded_optimizer_is_gathered_whole(
+    one: dict[str, Any], many: dict[str, Any], precision: str
+) -> None:
+    main = ["fp32_param"] if precision == "bf16" else []
+    alone, together = (found["gathered"][precision] for found in (one, many))
+    for found in (alone, together):
+        assert found["wrong"] == 0
+        assert found["count"] > 40
+        assert found["names"] == ["exp_avg", "exp_avg_sq", *main]
+        # Once this is 0, checkpoint/gather.py can go.
+        assert found["wrong in megatron-core"] > 40
+    assert alone["copies"] == 0, "one rank has all of it"
+    assert together["copies"] > 0
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_loads_the_checkpoint_of_one_rank(many: dict[str, Any], name: str) -> None:
     assert many[name]["loaded"] == 0.0, "weights and moments, whole tensors"

@@ -28,8 +28,8 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_ext.checkpoint import gather, paths, state
 from megatron_ext.checkpoint import load as load_module
-from megatron_ext.checkpoint import paths, state
 from megatron_ext.checkpoint.save import Checkpointer
 from megatron_ext.config.schema import Device, ParallelOptions, Precision, RunConfig
 from megatron_ext.errors import CheckpointError
@@ -78,15 +78,21 @@ def make_config(parallel: ParallelOptions, precision: Precision = Precision.fp32
 class Setup:
     """Groups, model, optimizer of one layout, until `close`."""
 
-    def __init__(self, parallel: ParallelOptions, precision: Precision = Precision.fp32) -> None:
+    def __init__(
+        self,
+        parallel: ParallelOptions,
+        precision: Precision = Precision.fp32,
+        *,
+        bucket_size: int | None = None,
+    ) -> None:
         self.config = make_config(parallel, precision)
         self.mesh = build_mesh(parallel)
         tc = transformer_config(self.config)
         bare = build_chunks(self.config, tc, self.mesh, vocab_size=VOCABULARY)
         initialize(bare, seed=7)
+        ddp = replace(ddp_config(self.config), bucket_size=bucket_size)
         self.chunks = [
-            DistributedDataParallel(tc, ddp_config(self.config), chunk, pg_collection=self.mesh)
-            for chunk in bare
+            DistributedDataParallel(tc, ddp, chunk, pg_collection=self.mesh) for chunk in bare
         ]
         self.optimizer = build_optimizer(self.config, self.chunks, self.mesh)
         set_learning_rate(self.optimizer, 1e-3)
@@ -173,6 +179,51 @@ def layout(parallel: ParallelOptions, precision: Precision = Precision.fp32) -> 
     setup.close()
 
 
+def gathered_state(precision: Precision) -> dict[str, Any]:
+    """A sharded optimizer whose state says where it belongs, in many buckets with padding between
+    them, gathered in many pieces: how many tensors are wrong, ours and megatron-core's."""
+    setup = Setup(ParallelOptions(overlap_grad_reduce=True), precision, bucket_size=5000)
+    gather.PIECE_BYTES = 4096
+    (part,) = state.optimizer_parts(setup.optimizer)
+    part.init_state_fn(part.optimizer, part.config)
+    truth: dict[int, dict[str, Tensor]] = {}
+    for index, (param, empty) in enumerate(gather.empty_state(part)):
+        numbers = torch.arange(param.numel(), dtype=torch.float32)
+        truth[index] = {
+            name: (numbers + 10_000 * (3 * index + place)).view(param.shape)
+            for place, name in enumerate(empty)
+        }
+        if param in part.model_param_group_index_map:
+            held = part._get_main_param_and_optimizer_states(param)
+            mine = part._get_model_param_range_map(param)["param"]
+            for name, whole in truth[index].items():
+                target = held["param" if name == "fp32_param" else name]
+                target.detach().copy_(whole.flatten()[mine.start : mine.end])
+    ours = list(gather.whole_state(part))
+    theirs = part.sharded_param_state_fully_reshardable(
+        state.model_state(setup.chunks, setup.mesh), False, state.sharding_metadata(setup.mesh)
+    )
+    wrong, copies = torch.zeros(2, dtype=torch.int64), 0
+    for index, (param, tensors) in enumerate(ours):
+        assert tensors.keys() == truth[index].keys()
+        for name, tensor in tensors.items():
+            other = theirs[index]["param" if name == "fp32_param" else name].data
+            wrong[0] += not torch.equal(tensor, truth[index][name])
+            wrong[1] += not torch.equal(other, truth[index][name])
+            if name != "fp32_param" and param in part.model_param_group_index_map:
+                own = part._get_main_param_and_optimizer_states(param)[name]
+                copies += own.data_ptr() != tensor.data_ptr()
+    dist.all_reduce(wrong)
+    setup.close()
+    return {
+        "wrong": int(wrong[0]),
+        "wrong in megatron-core": int(wrong[1]),
+        "names": sorted({name for tensors in truth.values() for name in tensors}),
+        "count": len(ours),
+        "copies": copies,
+    }
+
+
 def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
     """Relative L2 difference of every tensor; names must agree. Float64, so equal means 0."""
     if found.keys() != wanted.keys():
@@ -234,6 +285,7 @@ def one(folder: Path, results: dict[str, Any]) -> None:
         setup.load(folder / "bf16")
         plain = {n: t for n, t in setup.tensors().items() if n.startswith(state.MAIN_WEIGHT)}
         results["bf16_plain"] = max(differences(plain, mains).values())
+    results["gathered"] = {kind.name: gathered_state(kind) for kind in Precision}
     errors(folder, results)
 
 
@@ -328,6 +380,7 @@ def failure(path: Path, setup: Setup) -> str:
 
 
 def many(folder: Path, results: dict[str, Any]) -> None:
+    results["gathered"] = {kind.name: gathered_state(kind) for kind in Precision}
     truth = torch.load(folder / "truth.pt")
     for name, parallel in LAYOUTS.items():
         with layout(parallel) as setup:
