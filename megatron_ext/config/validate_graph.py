@@ -7,18 +7,23 @@ from collections.abc import Iterator
 from megatron_ext.config.layout import expert_layers
 from megatron_ext.config.problem import Problem
 from megatron_ext.config.schema import (
+    AttentionBackend,
     BalanceRule,
     Device,
+    Dispatcher,
     ExpertBackend,
     KdaBackend,
+    ModelOptions,
     Precision,
     Recompute,
     RunConfig,
 )
 
-# Rules that take as many rows every time, and keep their statistics in place.
 KDA_STEADY = (KdaBackend.auto, KdaBackend.fla, KdaBackend.triton)
+# Rules that take as many rows every time, and keep their statistics in place.
 STEADY_RULES = (BalanceRule.quantile, BalanceRule.sign, BalanceRule.none)
+# Of the widths of experts that grouped_mm takes: for others `auto` is the loop, which waits.
+WIDTH = 8
 
 
 def graph_problems(config: RunConfig) -> Iterator[Problem]:
@@ -35,13 +40,18 @@ def graph_problems(config: RunConfig) -> Iterator[Problem]:
         ("train.recompute", train.recompute, (Recompute.none,)),
         ("train.expert_chunk_tokens", train.expert_chunk_tokens, (None,)),
         ("train.kda_segment_tokens", train.kda_segment_tokens, (None,)),
+        # Its `auto` for linear attention is dense.
+        ("run.deterministic", config.run.deterministic, (False,)),
         ("model.kda.backend", model.kda.backend, KDA_STEADY),
+        ("model.mla.backend", model.mla.backend, (AttentionBackend.auto, AttentionBackend.sdpa)),
     ]
     if expert_layers(model):
         grouped = (ExpertBackend.auto, ExpertBackend.grouped_mm)
         needed += [
             ("run.precision", config.run.precision, (Precision.bf16,)),
             ("model.experts.backend", model.experts.backend, grouped),
+            # megatron-core's other one asks the device for the number of rows.
+            ("model.experts.dispatcher", model.experts.dispatcher, (Dispatcher.alltoall,)),
             ("balance.rule", config.balance.rule, STEADY_RULES),
         ]
     needed += [
@@ -55,6 +65,22 @@ def graph_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"train.cuda_graph=true: cannot have {key}={_word(given)} (allowed {words}; or "
                 "train.cuda_graph=false)",
+                ("train.cuda_graph", key),
+            )
+    if expert_layers(model):
+        yield from _width_problems(model)
+
+
+def _width_problems(model: ModelOptions) -> Iterator[Problem]:
+    latent = "hidden_size" if model.experts.latent_size is None else "experts.latent_size"
+    width = model.experts.latent_size or model.hidden_size
+    widths = {latent: width, "experts.feed_forward_size": model.experts.feed_forward_size}
+    for name, given in widths.items():
+        if given % WIDTH:
+            key = f"model.{name}"
+            yield Problem(
+                f"train.cuda_graph=true: cannot have {key}={given}, by which experts run one "
+                f"after the other (allowed multiples of {WIDTH}; or train.cuda_graph=false)",
                 ("train.cuda_graph", key),
             )
 

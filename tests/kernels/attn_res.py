@@ -101,6 +101,24 @@ def test_readers_add_gradients_up_where_they_lie(norm: bool) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
 
 
+def test_what_a_pass_for_other_gradients_left_is_in_no_sum() -> None:
+    """It runs readers, and ends before their sum is collected; so does one that fails."""
+    query, key, _, source, other = (
+        x.requires_grad_() for x in inputs(2, 9, 24, dtype=torch.float32)
+    )
+
+    def loss(finished: Tensor) -> Tensor:
+        inner = depth_mix_triton([finished, other], query, key, eps=EPS)
+        return depth_mix_triton([finished, inner], query, key, eps=EPS).square().sum()
+
+    (want,) = torch.autograd.grad(loss(2 * source), source)
+    out = loss(with_gradient_sum(2 * source))
+    torch.autograd.grad(out, query, retain_graph=True)
+    for _ in range(2):
+        (got,) = torch.autograd.grad(out, source, retain_graph=True)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_depth_mix_without_tokens() -> None:
     tensors = [x.requires_grad_() for x in inputs(2, 0, 16, dtype=torch.float32)]
     query, key, norm, *sources = tensors

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megatron_ext.config import validate_graph
 from megatron_ext.config.compose import compose
 from megatron_ext.errors import ConfigError
+from megatron_ext.ops.grouped_mlp.fused import ALIGNMENT
 from megatron_ext.parallel import cpu_support, runtime
 from megatron_ext.train.micro_batch import TrainInputs
 from megatron_ext.train.state import TrainState, build_state
@@ -73,6 +75,10 @@ def test_micro_batch_by_micro_batch_the_step_is_the_same_to_the_bit(tmp_path: Pa
         ["parallel.overlap_grad_reduce=true"],
         ["run.device=cpu"],
         ["run.precision=fp32"],
+        ["run.deterministic=true"],
+        ["model.mla.backend=transformer_engine"],
+        ["model.experts.dispatcher=allgather"],
+        ["model.experts.latent_size=12", "model.experts.feed_forward_size=20"],
     ],
 )
 def test_what_cannot_be_captured_is_refused_by_name(words: list[str]) -> None:
@@ -84,6 +90,14 @@ def test_what_cannot_be_captured_is_refused_by_name(words: list[str]) -> None:
     assert len(told) == len(words)
     for word in words:
         assert any(word.replace("balance=", "balance.rule=") in line for line in told)
+
+
+def test_widths_of_experts_that_are_allowed_are_those_of_grouped_mm() -> None:
+    assert validate_graph.WIDTH == ALIGNMENT
+    words = ["run.precision=bf16", "train.cuda_graph=true", "model.experts.latent_size=null"]
+    compose([*SMALL, *words])
+    with pytest.raises(ConfigError, match=r"cannot have model\.hidden_size=100"):
+        compose([*SMALL, *words, "model.hidden_size=100"])
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:

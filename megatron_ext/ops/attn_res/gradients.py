@@ -16,10 +16,26 @@ NAME = "_gradient_sum"
 
 
 class GradientSum:
-    """What readers have added up so far in a backward pass; `total` is None before the first."""
+    """What readers have added up so far in a backward pass."""
 
     def __init__(self) -> None:
-        self.total: Tensor | None = None
+        self._total: Tensor | None = None
+        self._pass = -1
+
+    @property
+    def total(self) -> Tensor | None:
+        """None before the first reader of this pass, whatever an earlier one has left: a pass that
+        asks for other gradients, or one that failed, does not get to `_Collect`."""
+        return self._total if self._pass == _this_pass() else None
+
+    @total.setter
+    def total(self, total: Tensor | None) -> None:
+        self._total, self._pass = total, _this_pass()
+
+
+def _this_pass() -> int:
+    # No public name; torch.utils.checkpoint tells passes apart by it too.
+    return torch._C._current_graph_task_id()
 
 
 def with_gradient_sum(source: Tensor) -> Tensor:
