@@ -11,6 +11,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -80,6 +81,50 @@ def choose_backend(
             "model.kernels.backend=dense, or model.kernels.require=false)"
         )
     return KernelBackend.dense
+
+
+class Resolve(Protocol):
+    """Finds the backend of an operator that will run on such tensors; never `auto`."""
+
+    def __call__(
+        self,
+        backend: KernelBackend,
+        device: torch.device,
+        dtype: torch.dtype,
+        *sizes: int,
+        require: bool = False,
+    ) -> KernelBackend: ...
+
+
+def resolver(operator: str, rejected: Callable[..., str | None]) -> Resolve:
+    """`choose_backend` for an operator whose kernel takes whatever `triton_misfit` lets through.
+
+    Args:
+        operator: name, for messages.
+        rejected: of (device, dtype, *sizes), why the kernel is rejected there, or None.
+
+    Returns:
+        A function that keeps its answers. Its sizes are those that `rejected` takes.
+    """
+
+    @cache
+    def resolve_backend(
+        backend: KernelBackend,
+        device: torch.device,
+        dtype: torch.dtype,
+        *sizes: int,
+        require: bool = False,
+    ) -> KernelBackend:
+        return choose_backend(
+            backend,
+            operator=operator,
+            device=device,
+            misfit=triton_misfit(device, dtype),
+            check=lambda: rejected(device, dtype, *sizes),
+            require=require,
+        )
+
+    return resolve_backend
 
 
 def rejection(

@@ -32,7 +32,7 @@ def backends(state: TrainState) -> dict[str, str]:
         model.kernels.backend,
         device,
         torch.bfloat16 if bf16 else torch.float32,
-        width=model.feed_forward_size // state.config.parallel.tensor,
+        model.feed_forward_size // state.config.parallel.tensor,
     )
     named = {"kda": chosen.value, "situ": situ.value}
     if expert_layers(model):

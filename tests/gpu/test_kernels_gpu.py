@@ -44,17 +44,17 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("operator", "sizes"),
     [
-        (situ, {"width": 3072}),
-        (gating, {"width": 128}),
-        (qkv_conv, {"taps": 4}),
-        (expert_rows, {}),
+        (situ, [3072]),
+        (gating, [128]),
+        (qkv_conv, [4]),
+        (expert_rows, []),
     ],
 )
 def test_auto_is_triton_and_says_nothing(operator, sizes, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         chosen = operator.resolve_backend(
-            KernelBackend.auto, torch.device("cuda", 0), dtype, require=True, **sizes
+            KernelBackend.auto, torch.device("cuda", 0), dtype, *sizes, require=True
         )
     assert chosen is KernelBackend.triton
 

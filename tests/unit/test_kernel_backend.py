@@ -11,7 +11,13 @@ import torch
 
 from megatron_ext.config.schema import KernelBackend
 from megatron_ext.errors import ConfigError
-from megatron_ext.ops.backend import choose_backend, rejection, triton_misfit, worst_error
+from megatron_ext.ops.backend import (
+    choose_backend,
+    rejection,
+    resolver,
+    triton_misfit,
+    worst_error,
+)
 from megatron_ext.ops.launch import launch_settings, read_table, rows_of
 from megatron_ext.ops.situ import situ_glu
 
@@ -36,6 +42,25 @@ def test_auto_takes_the_kernel_only_after_its_check():
     # By name it runs without being checked.
     assert choose(KernelBackend.triton, check="wrong") is KernelBackend.triton
     assert choose(KernelBackend.dense) is KernelBackend.dense
+
+
+def test_an_operator_is_checked_once_for_a_device_a_dtype_and_its_sizes(monkeypatch):
+    monkeypatch.setattr("megatron_ext.ops.backend.triton_misfit", lambda device, dtype: None)
+    asked = []
+
+    def rejected(device, dtype, *sizes):
+        asked.append((device, dtype, *sizes))
+        return "too wide" if sizes[0] > 64 else None
+
+    resolve = resolver("some operator", rejected)
+    given = (KernelBackend.auto, GPU, torch.bfloat16)
+    for _ in range(2):
+        assert resolve(*given, 64) is KernelBackend.triton
+        assert resolve(*given, 65) is KernelBackend.dense
+    assert asked == [(GPU, torch.bfloat16, 64), (GPU, torch.bfloat16, 65)]
+    with pytest.raises(ConfigError, match="some operator must run, and cannot: too wide"):
+        resolve(*given, 65, require=True)
+    assert resolve(KernelBackend.triton, *given[1:], 65) is KernelBackend.triton, "by name"
 
 
 def test_require_makes_a_fallback_an_error():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ext.config.schema import KernelBackend, KernelOptions
-from megatron_ext.ops.backend import choose_backend, planned, rejection, triton_misfit
+from megatron_ext.ops.backend import planned, rejection, resolver
 
 CHECKED_TOKENS, CHECKED_EXPERTS = 37, 5
 
@@ -86,21 +86,6 @@ def reorder(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """``x[order]`` of a permutation and its inverse, both int64 [M]; of x [M, ...]."""
     out: Tensor = _Reorder.apply(x, order, back)  # type: ignore[no-untyped-call]  # torch's
     return out
-
-
-@cache
-def resolve_backend(
-    backend: KernelBackend, device: torch.device, dtype: torch.dtype, *, require: bool = False
-) -> KernelBackend:
-    """The backend of the sum that will run; never ``auto``. See `ops.backend`."""
-    return choose_backend(
-        backend,
-        operator="expert_rows",
-        device=device,
-        misfit=triton_misfit(device, dtype),
-        check=lambda: _rejection(device, dtype),
-        require=require,
-    )
 
 
 def _fast(x: Tensor, kernels: KernelOptions | None) -> bool:
@@ -179,3 +164,6 @@ def _rejection(device: torch.device, dtype: torch.dtype) -> str | None:
         slow=lambda x: there_and_back(x, False),
         inputs=[x.to(device, dtype)],
     )
+
+
+resolve_backend = resolver("expert_rows", _rejection)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_ext.config.schema import KernelBackend, KernelOptions
 from megatron_ext.ops import without_memory
-from megatron_ext.ops.backend import choose_backend, planned, rejection, triton_misfit
+from megatron_ext.ops.backend import planned, rejection, resolver
 from megatron_ext.ops.gating.dense import head_gate_dense
 from megatron_ext.ops.gating.reference import head_gate_reference
 
@@ -56,34 +56,12 @@ def head_gate(
     options = kernels or KernelOptions()
     if planned(o, options.backend):
         return without_memory.head_gate(o, gate, weight)
-    chosen = resolve_backend(
-        options.backend, o.device, o.dtype, width=width, require=options.require
-    )
+    chosen = resolve_backend(options.backend, o.device, o.dtype, width, require=options.require)
     if chosen is KernelBackend.triton:
         from megatron_ext.ops.gating.triton import head_gate_triton as run
     else:
         run = head_gate_reference if chosen is KernelBackend.reference else head_gate_dense
     return run(o, gate, weight, eps)
-
-
-@cache
-def resolve_backend(
-    backend: KernelBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    width: int,
-    require: bool = False,
-) -> KernelBackend:
-    """The backend that will run on heads of ``width``; never ``auto``. See `ops.backend`."""
-    return choose_backend(
-        backend,
-        operator="head_gate",
-        device=device,
-        misfit=triton_misfit(device, dtype),
-        check=lambda: _rejection(device, dtype, width),
-        require=require,
-    )
 
 
 @cache
@@ -100,3 +78,6 @@ def _rejection(device: torch.device, dtype: torch.dtype, width: int) -> str | No
         slow=lambda o, gate, weight: head_gate_reference(o, gate, weight, 1e-5),
         inputs=[x.to(device, dtype) for x in (o, gate, weight)],
     )
+
+
+resolve_backend = resolver("head_gate", _rejection)

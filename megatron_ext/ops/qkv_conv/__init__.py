@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.schema import KdaBackend, KernelBackend, KernelOptions
-from megatron_ext.ops.backend import choose_backend, rejection, triton_misfit
+from megatron_ext.ops.backend import rejection, resolver
 from megatron_ext.ops.kda import short_conv
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -47,7 +47,7 @@ def qkv_conv(
     chosen = KernelBackend.dense
     if backend not in (KdaBackend.reference, KdaBackend.dense):
         chosen = resolve_backend(
-            options.backend, qkv.device, qkv.dtype, taps=taps, require=options.require
+            options.backend, qkv.device, qkv.dtype, taps, require=options.require
         )
     if chosen is KernelBackend.triton:
         from megatron_ext.ops.qkv_conv.triton import qkv_conv_triton
@@ -78,26 +78,6 @@ def by_short_conv(
 
 
 @cache
-def resolve_backend(
-    backend: KernelBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    taps: int,
-    require: bool = False,
-) -> KernelBackend:
-    """``triton``, or ``dense`` for what KDA's own backend has; never ``auto``: `ops.backend`."""
-    return choose_backend(
-        backend,
-        operator="qkv_conv",
-        device=device,
-        misfit=triton_misfit(device, dtype),
-        check=lambda: _rejection(device, dtype, taps),
-        require=require,
-    )
-
-
-@cache
 def _rejection(device: torch.device, dtype: torch.dtype, taps: int) -> str | None:
     from megatron_ext.ops.qkv_conv.triton import qkv_conv_triton
 
@@ -112,3 +92,6 @@ def _rejection(device: torch.device, dtype: torch.dtype, taps: int) -> str | Non
         ),
         inputs=[qkv.to(device, dtype), weight.to(device)],
     )
+
+
+resolve_backend = resolver("qkv_conv", _rejection)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_ext.config.schema import KernelBackend
 from megatron_ext.ops import without_memory
-from megatron_ext.ops.backend import choose_backend, planned, rejection, triton_misfit
+from megatron_ext.ops.backend import planned, rejection, resolver
 from megatron_ext.ops.situ.dense import situ_glu_dense
 from megatron_ext.ops.situ.reference import situ_glu_reference
 
@@ -68,32 +68,12 @@ def situ_glu(
     if planned(gate, backend):
         return without_memory.situ_glu(gate, up, scale)
     width = gate.shape[-1] // (2 if up is None else 1)
-    chosen = resolve_backend(backend, gate.device, gate.dtype, width=width, require=require)
+    chosen = resolve_backend(backend, gate.device, gate.dtype, width, require=require)
     if chosen is KernelBackend.triton:
         from megatron_ext.ops.situ.triton import situ_glu_triton as run
     else:
         run = situ_glu_reference if chosen is KernelBackend.reference else situ_glu_dense
     return run(gate, up, beta=beta, linear_beta=linear_beta, scale=scale)
-
-
-@cache
-def resolve_backend(
-    backend: KernelBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    width: int,
-    require: bool = False,
-) -> KernelBackend:
-    """The backend that will run on rows of ``width``; never ``auto``. See `ops.backend`."""
-    return choose_backend(
-        backend,
-        operator="situ_glu",
-        device=device,
-        misfit=triton_misfit(device, dtype),
-        check=lambda: _rejection(device, dtype, width),
-        require=require,
-    )
 
 
 @cache
@@ -109,3 +89,6 @@ def _rejection(device: torch.device, dtype: torch.dtype, width: int) -> str | No
         slow=lambda x, s: situ_glu_reference(x, None, beta=4.0, linear_beta=25.0, scale=s),
         inputs=[x.to(device, dtype), scale.to(device)],
     )
+
+
+resolve_backend = resolver("situ_glu", _rejection)
