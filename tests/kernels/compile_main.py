@@ -81,8 +81,8 @@ STATISTICS = {
 UPDATE = {
     **dict.fromkeys(("value", "predicted", "widest", "bin_width"), "*fp64"),
     **dict.fromkeys(("histogram", "outside"), "*i32"),
-    **dict.fromkeys(("tokens", "out_of_range"), "*i64"),
-    **dict.fromkeys(("bias", "new_bias"), "*fp32"),
+    **dict.fromkeys(("counts", "kept", "numbers"), "*i64"),
+    **dict.fromkeys(("bias", "old_bias", "new_bias"), "*fp32"),
     **dict.fromkeys(("number", "top_k"), "i32"),
     "span": "fp32",
 }

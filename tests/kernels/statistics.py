@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from megatron_ext.ops.quantile.triton import add_statistics_triton
 from megatron_ext.ops.quantile.triton_update import level_triton
 from tests.kernels.common import DEVICE, draw, far_apart
 
+DENSE = KernelOptions(backend=KernelBackend.dense)
 BINS = [
     Bins(128, BinPlacement.centred),
     Bins(1000, BinPlacement.uniform),
@@ -93,28 +97,45 @@ def test_no_tokens():
     assert not made[0][1].any()
 
 
+def ended(counts, histogram, bias, **options):
+    """State and record after the end of a step, by the kernels and by torch."""
+    made = []
+    for run in (level_triton, partial(level, kernels=DENSE)):
+        state = [x.clone() for x in (counts, histogram, bias)]
+        load = run(*state, **options, layer=3)
+        found = {field.name: getattr(load, field.name) for field in fields(load)}
+        made.append(dict(zip(("counts now", "histogram", "bias now"), state, strict=True)) | found)
+    return made
+
+
+def assert_ended_alike(made):
+    for name, ours in made[0].items():
+        theirs = made[1][name]
+        if isinstance(ours, int):
+            assert ours == theirs
+            continue
+        assert ours.dtype == theirs.dtype, name
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7, msg=name)
+    assert not made[0]["counts now"].any()
+    assert not made[0]["histogram"].any()
+
+
 @pytest.mark.parametrize("bins", BINS, ids=lambda bins: f"{bins.placement.name}-{bins.number}")
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(80, 20, 4), (0, 6, 2), (1, 5, 5), (2, 3, 1)])
-def test_the_new_bias_is_that_of_torch(bins, tokens, experts, k):
+def test_a_step_ends_as_in_torch(bins, tokens, experts, k):
     scores, bias = torch.sigmoid(draw(tokens, experts)), 0.2 * draw(experts, seed=2)
-    histogram = bins.zeros(experts, device=DEVICE)
-    cutoff = select_top_k(scores + bias, k).cutoff
-    bins.add(histogram, scores, bias=bias, cutoff=cutoff)
-    options = {"bins": bins, "bias": bias, "top_k": k}
-    options["tokens"] = torch.tensor(tokens, device=DEVICE)
-    found = level(histogram, **options, kernels=KernelOptions(backend=KernelBackend.dense))
-    for ours, theirs in zip(level_triton(histogram, **options), found, strict=True):
-        assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    (counts, histogram), _ = both(bins, scores, bias, k)
+    assert_ended_alike(made := ended(counts, histogram, bias, bins=bins, top_k=k))
+    assert made[0]["tokens"] == tokens
+    assert torch.equal(made[0]["bias"], bias)
+    assert torch.equal(made[0]["bias now"], made[0]["new_bias"])
 
 
 def test_counts_near_the_end_of_int32():
-    bins = BINS[0]
     histogram = torch.zeros(3, 130, dtype=torch.int32, device=DEVICE)
     histogram[:, 40], histogram[:, 70], histogram[:, 0] = 2**30, 2**30 - 7, 5
-    options = {"bins": bins, "bias": torch.zeros(3, device=DEVICE), "top_k": 2}
-    options["tokens"] = histogram.long().sum(1)[0]
-    found = level(histogram, **options, kernels=KernelOptions(backend=KernelBackend.dense))
-    for ours, theirs in zip(level_triton(histogram, **options), found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-    assert found.out_of_range == 15
+    counts = torch.tensor([2**31 - 3, 2**31 - 4, 0, 2**31 - 2], device=DEVICE)
+    bias = torch.zeros(3, device=DEVICE)
+    assert_ended_alike(made := ended(counts, histogram, bias, bins=BINS[0], top_k=2))
+    assert made[0]["out_of_range"] == 15
+    assert made[0]["dropped"] == 2 * (2**31 - 2) - (2**32 - 7)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import BalanceOptions, KernelOptions
-from megatron_ext.ops.quantile import LayerLoad, add_load, select_top_k
+from megatron_ext.ops.quantile import LayerLoad, add_load, select_top_k, settle
 
 
 @dataclass(frozen=True)
@@ -178,19 +178,13 @@ class Balancer(nn.Module):
         bin_width: Tensor | None = None,
     ) -> LayerLoad:
         """The record of the step; takes over the bias and clears the counts."""
-        counts, tokens = self.counts[:-1].clone(), self.counts[-1].clone()
-        load = LayerLoad(
+        return settle(
+            self.counts,
+            self.bias,
             layer=layer,
             top_k=self.top_k,
-            tokens=tokens,
-            counts=counts,
-            bias=self.bias.clone(),
-            new_bias=new_bias.clone(),
+            new_bias=new_bias,
             predicted=predicted,
-            out_of_range=torch.zeros_like(tokens) if out_of_range is None else out_of_range,
-            bin_width=tokens.double() * 0 if bin_width is None else bin_width,
-            dropped=tokens * self.top_k - counts.sum(),
+            out_of_range=out_of_range,
+            bin_width=bin_width,
         )
-        self.bias.copy_(load.new_bias)
-        self.counts.zero_()
-        return load

@@ -70,16 +70,15 @@ class QuantileRule(Balancer):
     @torch.no_grad()
     def update(self, layer: int) -> LayerLoad:
         """As `Balancer.update`."""
-        found = level(
+        return level(
+            self.counts,
             self.histogram,
+            self.bias,
             bins=self.bins,
-            bias=self.bias,
             top_k=self.top_k,
-            tokens=self.counts[-1],
+            layer=layer,
             kernels=self.kernels,
         )
-        self.histogram.zero_()
-        return self._finish(layer, **found._asdict())
 
 
 class ExactQuantileRule(Balancer):

@@ -7,8 +7,8 @@ balancing).
 
 from megatron_ext.ops.quantile.exact import next_bias, quantile_exact
 from megatron_ext.ops.quantile.histogram import Bins, HistogramQuantile
-from megatron_ext.ops.quantile.load import LayerLoad, to_host
-from megatron_ext.ops.quantile.statistics import Levelled, add_load, add_statistics, level
+from megatron_ext.ops.quantile.load import LayerLoad, settle, to_host
+from megatron_ext.ops.quantile.statistics import add_load, add_statistics, level
 from megatron_ext.ops.quantile.stream import QuantileBalancer, StreamLoad
 from megatron_ext.ops.quantile.top_k import TopK, select_top_k
 
@@ -16,7 +16,6 @@ __all__ = [
     "Bins",
     "HistogramQuantile",
     "LayerLoad",
-    "Levelled",
     "QuantileBalancer",
     "StreamLoad",
     "TopK",
@@ -26,5 +25,6 @@ __all__ = [
     "next_bias",
     "quantile_exact",
     "select_top_k",
+    "settle",
     "to_host",
 ]

@@ -45,6 +45,43 @@ class LayerLoad:
     dropped: Tensor
 
 
+def settle(
+    counts: Tensor,
+    bias: Tensor,
+    *,
+    layer: int,
+    top_k: int,
+    new_bias: Tensor,
+    predicted: Tensor | None = None,
+    out_of_range: Tensor | None = None,
+    bin_width: Tensor | None = None,
+) -> LayerLoad:
+    """The record of a step; takes over the new bias and clears the counts.
+
+    Args:
+        counts: int64 [E + 1], tokens an expert, then valid tokens.
+        bias: float32 [E], in use.
+        new_bias: float32 [E]; this and the rest: see `LayerLoad`.
+    """
+    kept = counts.clone()
+    tokens = kept[-1]
+    load = LayerLoad(
+        layer=layer,
+        top_k=top_k,
+        tokens=tokens,
+        counts=kept[:-1],
+        bias=bias.clone(),
+        new_bias=new_bias.clone(),
+        predicted=predicted,
+        out_of_range=torch.zeros_like(tokens) if out_of_range is None else out_of_range,
+        bin_width=tokens.double() * 0 if bin_width is None else bin_width,
+        dropped=tokens * top_k - kept[:-1].sum(),
+    )
+    bias.copy_(load.new_bias)
+    counts.zero_()
+    return load
+
+
 def to_host(loads: Sequence[LayerLoad]) -> list[LayerLoad]:
     """The records with all tensors on the CPU: one copy for all of them, one wait."""
     tensors = [

@@ -6,8 +6,8 @@ Shapes: T tokens, E experts, B bins.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from megatron_ext.config.schema import KernelBackend, KernelOptions
 from megatron_ext.ops.backend import choose_backend, planned, rejection_exact, triton_misfit
 from megatron_ext.ops.quantile.exact import next_bias
 from megatron_ext.ops.quantile.histogram import Bins
+from megatron_ext.ops.quantile.load import LayerLoad, settle
 from megatron_ext.ops.quantile.top_k import select_top_k
 
 # Every program of the kernels looks at the bias of all experts, one at all bins of an expert.
@@ -92,39 +93,25 @@ def _add_statistics_dense(
     bins.add(histogram, scores, bias=bias, cutoff=cutoff, valid=valid)
 
 
-class Levelled(NamedTuple):
-    """The bias for the next step, and what is known of it.
-
-    Attributes:
-        new_bias: float32 [E].
-        predicted: float64 [E]; see `LayerLoad`, as for the other two.
-        out_of_range: int64 [].
-        bin_width: float64 [].
-    """
-
-    new_bias: Tensor
-    predicted: Tensor
-    out_of_range: Tensor
-    bin_width: Tensor
-
-
 def level(
+    counts: Tensor,
     histogram: Tensor,
+    bias: Tensor,
     *,
     bins: Bins,
-    bias: Tensor,
     top_k: int,
-    tokens: Tensor,
+    layer: int,
     kernels: KernelOptions | None = None,
-) -> Levelled:
-    """The bias that would have levelled the load, `next_bias` of `Bins.quantile`, in two kernels
-    where they can run. Waits for nothing.
+) -> LayerLoad:
+    """End a step: set the bias that would have levelled its load, `next_bias` of `Bins.quantile`,
+    and clear the statistics. Two kernels where they can run. Waits for nothing.
 
     Args:
-        histogram: int32 [E, B + 2], over all tokens of the step, contiguous.
-        bias: float32 [E], in use when they were counted.
+        counts: int64 [E + 1], over all tokens of the step: see `add_load`. Cleared.
+        histogram: int32 [E, B + 2], of the same tokens, contiguous. Cleared.
+        bias: float32 [E], in use when they were counted. Set in place.
         top_k: k.
-        tokens: int64 [], valid tokens of the step.
+        layer: for the record.
         kernels: backend; None takes the defaults.
 
     Raises:
@@ -140,21 +127,26 @@ def level(
         require=options.require,
     )
     if chosen is KernelBackend.triton:
-        from megatron_ext.ops.quantile.triton_update import level_triton
-
-        return Levelled(*level_triton(histogram, bins=bins, bias=bias, top_k=top_k, tokens=tokens))
-    return _level_dense(histogram, bins=bins, bias=bias, top_k=top_k, tokens=tokens)
+        from megatron_ext.ops.quantile.triton_update import level_triton as run
+    else:
+        run = _level_dense
+    return run(counts, histogram, bias, bins=bins, top_k=top_k, layer=layer)
 
 
 def _level_dense(
-    histogram: Tensor, *, bins: Bins, bias: Tensor, top_k: int, tokens: Tensor
-) -> Levelled:
+    counts: Tensor, histogram: Tensor, bias: Tensor, *, bins: Bins, top_k: int, layer: int
+) -> LayerLoad:
     found = bins.quantile(histogram, bias=bias, top_k=top_k)
-    return Levelled(
-        next_bias(found.value, bias=bias, top_k=top_k, tokens=tokens),
-        found.tokens.double() * top_k / len(bias),
-        found.out_of_range,
-        found.width,
+    histogram.zero_()
+    return settle(
+        counts,
+        bias,
+        layer=layer,
+        top_k=top_k,
+        new_bias=next_bias(found.value, bias=bias, top_k=top_k, tokens=counts[-1]),
+        predicted=found.tokens.double() * top_k / len(bias),
+        out_of_range=found.out_of_range,
+        bin_width=found.width,
     )
 
 
@@ -207,14 +199,16 @@ def _rejection(device: torch.device, bins: Bins) -> str | None:
         run(counts, histogram, scores, bins=bins, map=map, cutoff=cutoff, bias=bias, valid=valid)
         return counts, histogram
 
-    def bias_differs(scores: Tensor) -> Tensor:
-        counts, histogram = counted(scores, fast=False)
-        ours, theirs = (
-            run(histogram, bins=bins, bias=bias, top_k=CHECKED_TOP_K, tokens=counts[-1])
-            for run in (level_triton, _level_dense)
+    def differs(scores: Tensor) -> Tensor:
+        pairs = []
+        for run in (level_triton, _level_dense):
+            state = [*counted(scores, fast=False), bias.clone()]
+            load = run(*state, bins=bins, top_k=CHECKED_TOP_K, layer=0)
+            found = (getattr(load, field.name) for field in fields(load))
+            pairs.append([*state, *(x for x in found if isinstance(x, Tensor))])
+        return torch.cat(
+            [(~torch.isclose(a, b, rtol=1e-6)).flatten() for a, b in zip(*pairs, strict=True)]
         )
-        pairs = zip(ours, theirs, strict=True)
-        return torch.cat([(~torch.isclose(a, b, rtol=1e-6)).flatten() for a, b in pairs])
 
     found = rejection_exact(
         "add_statistics",
@@ -225,8 +219,8 @@ def _rejection(device: torch.device, bins: Bins) -> str | None:
     if found is None:
         found = rejection_exact(
             "level",
-            fast=bias_differs,
-            slow=lambda scores: torch.zeros_like(bias_differs(scores)),
+            fast=differs,
+            slow=lambda scores: torch.zeros_like(differs(scores)),
             inputs=[given],
         )
     return found

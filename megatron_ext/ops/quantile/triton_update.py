@@ -1,7 +1,8 @@
-"""The new bias from histograms of margins in two Triton kernels: experts one by one, then all.
+"""The end of a step in two Triton kernels, experts one by one, then all: the new bias from
+histograms of margins, the record of the step, and statistics cleared.
 
-In plain torch these are some sixty small kernels, which a GPU has to wait for. Numbers are float64
-as in `Bins.quantile`: the same up to its last bits.
+In plain torch these are some seventy small kernels, which a GPU has to wait for. Numbers are
+float64 as in `Bins.quantile`: the same up to its last bits.
 
 Shapes: E experts, B bins.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext.config.schema import BinPlacement
 from megatron_ext.ops.quantile.histogram import Bins
+from megatron_ext.ops.quantile.load import LayerLoad
 from megatron_ext.ops.quantile.triton import _origin
 
 
@@ -54,6 +56,8 @@ def _update_experts(
     at = tl.arange(0, PLACES)
     row = histogram + expert.to(tl.int64) * (number + 2)
     many = tl.load(row + at, mask=at < number + 2, other=0)
+    tl.debug_barrier()  # cleared when all threads have read
+    tl.store(row + at, tl.zeros_like(many), mask=at < number + 2)
     below = tl.cumsum(many)  # at most 2^31 - 1 tokens a step: see `Bins.zeros`
     tokens = tl.sum(many)
     last = tl.maximum(tokens - 1, 0)
@@ -78,31 +82,43 @@ def _update_experts(
 
 @triton.jit
 def _update_all(
-    value, widest, outside, bias, tokens, new_bias, bin_width, out_of_range, width,
+    value, widest, outside, counts, bias, kept, old_bias, new_bias, numbers, bin_width,
+    width, top_k,
     LEVEL: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, ALL)
     here = expert < width
-    found = tl.load(value + expert, mask=here, other=0.0)
+    load = tl.load(counts + expert, mask=here, other=0)
+    tokens = tl.load(counts + width)
     own = tl.load(bias + expert, mask=here, other=0.0)
+    found = tl.load(value + expert, mask=here, other=0.0)
+    beyond = tl.load(outside + expert, mask=here, other=0).to(tl.int64)
+    tl.debug_barrier()  # changed when all threads have read
+    tl.store(kept + expert, load, mask=here)
+    tl.store(counts + expert, tl.zeros_like(load), mask=here)
+    tl.store(counts + width, 0)
+    tl.store(old_bias + expert, own, mask=here)
     if LEVEL:
         levelled = (found - tl.sum(found) / width).to(tl.float32)
-        own = tl.where(tl.load(tokens) > 0, levelled, own)
+        own = tl.where(tokens > 0, levelled, own)
     tl.store(new_bias + expert, own, mask=here)
+    tl.store(bias + expert, own, mask=here)
     tl.store(bin_width, tl.max(tl.load(widest + expert, mask=here, other=0.0)))
-    beyond = tl.load(outside + expert, mask=here, other=0).to(tl.int64)
-    tl.store(out_of_range, tl.sum(beyond))
+    tl.store(numbers, tokens)
+    tl.store(numbers + 1, tl.sum(beyond))
+    tl.store(numbers + 2, tokens * top_k - tl.sum(load))
 
 
 def level_triton(
-    histogram: Tensor, *, bins: Bins, bias: Tensor, top_k: int, tokens: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `ops.quantile.level`; the histogram and the bias are contiguous."""
+    counts: Tensor, histogram: Tensor, bias: Tensor, *, bins: Bins, top_k: int, layer: int
+) -> LayerLoad:
+    """See `ops.quantile.level`."""
     experts = len(bias)
-    value, predicted, widest = (bias.new_empty(experts, dtype=torch.float64) for _ in range(3))
+    value, predicted, widest = bias.new_empty(3, experts, dtype=torch.float64).unbind()
+    old_bias, new_bias = bias.new_empty(2, experts).unbind()
     outside = bias.new_empty(experts, dtype=torch.int32)
-    new_bias, width = torch.empty_like(bias), bias.new_empty((), dtype=torch.float64)
-    out_of_range = bias.new_empty((), dtype=torch.int64)
+    kept, numbers = counts.new_empty(experts), counts.new_empty(3)
+    width = bias.new_empty((), dtype=torch.float64)
     every = triton.next_power_of_2(experts)
     _update_experts[(experts,)](
         histogram,
@@ -125,14 +141,29 @@ def level_triton(
         value,
         widest,
         outside,
+        counts,
         bias,
-        tokens,
+        kept,
+        old_bias,
         new_bias,
+        numbers,
         width,
-        out_of_range,
         experts,
+        top_k,
         LEVEL=top_k < experts,
         ALL=every,
         num_warps=4,
     )
-    return new_bias, predicted, out_of_range, width
+    tokens, out_of_range, dropped = numbers.unbind()
+    return LayerLoad(
+        layer=layer,
+        top_k=top_k,
+        tokens=tokens,
+        counts=kept,
+        bias=old_bias,
+        new_bias=new_bias,
+        predicted=predicted,
+        out_of_range=out_of_range,
+        bin_width=width,
+        dropped=dropped,
+    )

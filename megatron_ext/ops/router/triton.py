@@ -35,9 +35,9 @@ def _sigmoid(x):
 
 @triton.jit
 def _in_order(x):
-    """int32 in the order of the float32; NaN and both zeros as `select_top_k` takes them."""
-    # A negative zero plus zero is a positive one.
-    bits = tl.where(x == x, x + 0.0, float("-inf")).to(tl.int32, bitcast=True)
+    """int32 in the order of the float32, NaN before all. There is no negative zero: scores, which x
+    are sums with, have none."""
+    bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
