@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override, Sweep, ValueType
 
 from megatron_ext.config.keys import sections
 
@@ -45,4 +45,6 @@ def _leaves(
 
 def _word(override: Override, key: str, value: Any) -> Override:
     word = replace(override, key_or_group=key, _value=value)
+    if isinstance(value, Sweep):  # Hydra sees it at the head of a word only, and cannot print it
+        return replace(word, value_type=ValueType.CHOICE_SWEEP)
     return replace(word, input_line=f"{key}={word.get_value_element_as_str()}")

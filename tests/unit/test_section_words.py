@@ -62,6 +62,14 @@ def test_every_mistake_in_it_is_reported_like_that_of_a_key() -> None:
     ]
 
 
+def test_several_values_for_a_key_are_refused_as_for_a_key_by_itself() -> None:
+    words = ["train={steps:choice(1,2)}", "model={kda:{num_heads:range(1,3)}}"]
+    with pytest.raises(ConfigError) as error:
+        compose([*BASE, *words])
+    told = [f"{word}: gives several values, must be one" for word in words]
+    assert [line.split(" (")[0] for line in error.value.problems] == told
+
+
 def test_a_section_that_is_given_no_mapping_is_told_how() -> None:
     with pytest.raises(ConfigError, match=r"several as model.kda=\{num_heads:...,head_dim:...\}"):
         compose([*BASE, "model.kda=3"])
