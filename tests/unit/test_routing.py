@@ -53,21 +53,24 @@ def test_what_does_not_fit_is_torch_and_said_why(monkeypatch):
             resolve_backend(KernelBackend.auto, **given, require=True)
 
 
-@pytest.mark.parametrize(("backend", "kept"), [("auto", 7 * 2 * 6), ("dense", None)])
-def test_a_plan_counts_what_the_kernel_keeps(backend, kept):
-    logits = torch.empty(7, 8, device="meta", requires_grad=True)
+@pytest.mark.parametrize(
+    ("backend", "experts", "kept"),
+    [("auto", 8, 7 * 2 * 6), ("dense", 8, None), ("auto", 2000, None)],
+)
+def test_a_plan_counts_what_the_kernel_keeps(backend, experts, kept):
+    logits = torch.empty(7, experts, device="meta", requires_grad=True)
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: sizes.append(x.numel() * x.element_size()), lambda x: x
     ):
         routing = route_tokens(
             logits,
-            torch.empty(8, device="meta"),
+            torch.empty(experts, device="meta"),
             top_k=2,
             scaling=1.0,
             kernels=KernelOptions(backend=KernelBackend[backend]),
         )
     shapes = [tuple(x.shape) for x in routing]
-    assert shapes == [(7, 8), (7, 8), (7, 8), (7,)]
+    assert shapes == [(7, experts), (7, experts), (7, experts), (7,)]
     assert routing.map.dtype is torch.bool
-    assert sum(sizes) == kept if kept else sum(sizes) > 7 * 8 * 9
+    assert sum(sizes) == kept if kept else sum(sizes) > 7 * experts * 9

@@ -61,7 +61,7 @@ def add_statistics(
         ConfigError: ``kernels.require``, and the backend asked for cannot run here.
     """
     options, experts = kernels or KernelOptions(), scores.shape[1]
-    if planned(scores, options.backend):
+    if planned(scores, options.backend) and _fits(experts, bins):
         return  # the kernel allocates nothing
     chosen = resolve_backend(
         options.backend,
@@ -165,7 +165,7 @@ def resolve_backend(
     misfit = triton_misfit(device, dtype)
     if misfit is None and dtype is not torch.float32:
         misfit = f"it takes float32 scores, given {dtype}"
-    if misfit is None and (experts > MAX_EXPERTS or bins.number > MAX_BINS):
+    if misfit is None and not _fits(experts, bins):
         misfit = (
             f"it takes at most {MAX_EXPERTS} experts and {MAX_BINS} bins, given {experts} and "
             f"{bins.number}"
@@ -178,6 +178,10 @@ def resolve_backend(
         check=lambda: _rejection(device, bins),
         require=require,
     )
+
+
+def _fits(experts: int, bins: Bins) -> bool:
+    return experts <= MAX_EXPERTS and bins.number <= MAX_BINS
 
 
 @cache

@@ -91,7 +91,7 @@ def route_tokens(
         ConfigError: ``kernels.require``, and the backend asked for cannot run here.
     """
     options, experts = kernels or KernelOptions(), logits.shape[1]
-    if planned(logits, options.backend):
+    if planned(logits, options.backend) and experts <= MAX_EXPERTS:
         return Routing(*without_memory.route(logits, top_k))
     chosen = resolve_backend(
         options.backend, logits.device, logits.dtype, experts=experts, require=options.require
