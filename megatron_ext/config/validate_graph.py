@@ -13,6 +13,7 @@ from megatron_ext.config.schema import (
     Dispatcher,
     ExpertBackend,
     KdaBackend,
+    Mode,
     ModelOptions,
     Precision,
     Recompute,
@@ -31,8 +32,8 @@ def graph_problems(config: RunConfig) -> Iterator[Problem]:
 
     Messages between ranks are in the last group: they can be captured, and were not.
     """
-    if not config.train.cuda_graph:
-        return
+    if not config.train.cuda_graph or config.run.mode not in (Mode.train, Mode.plan):
+        return  # nothing is captured
     parallel, train, model = config.parallel, config.train, config.model
     needed: list[tuple[str, object, tuple[object, ...]]] = [
         ("run.device", config.run.device, (Device.auto, Device.cuda)),

@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.history import History
 from megatron_ext.checkpoint.load import load
 from megatron_ext.config.curriculum import OnUnfreeze
 from megatron_ext.config.layout import probe_lengths
-from megatron_ext.config.schema import RunConfig
+from megatron_ext.config.schema import Mode, RunConfig
 from megatron_ext.config.trainable import Trainable
 from megatron_ext.data.change import remember
 from megatron_ext.data.stream import TokenStream, open_corpus
@@ -55,7 +55,7 @@ class TrainState:
         stage: of the curriculum; `config` is its own.
         trained: what was trained when; its last segment is what is trained now.
         source: the checkpoint that this launch goes on from.
-        graph: runs the passes of training, with `train.cuda_graph`.
+        graph: runs the passes of training, with `train.cuda_graph`; None where nothing is trained.
     """
 
     config: RunConfig
@@ -197,7 +197,8 @@ def build_state(
     if problem := probe_length_problem(config, held_out_data):
         raise ConfigError(problem)
     check_kda(config, runtime.device)
-    if config.train.cuda_graph:
+    captured = config.train.cuda_graph and config.run.mode is Mode.train
+    if captured:
         own_stream(runtime.device)
     tc = transformer_config(config)
     chunks = build_chunks(config, tc, mesh, vocab_size=vocab_size)
@@ -228,7 +229,7 @@ def build_state(
         health=Health(config.resilience),
         stage=stage,
         trained=trained,
-        graph=MicroBatchGraph(wrapped) if config.train.cuda_graph else None,
+        graph=MicroBatchGraph(wrapped) if captured else None,
     )
 
 

@@ -106,3 +106,10 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     config = compose([*SMALL, f"run.dir={tmp_path}", "run.precision=bf16", "train.cuda_graph=true"])
     with pytest.raises(ConfigError, match="is for GPUs, and this run is on cpu"):
         build_state(config, runtime.start(config.run))
+
+
+def test_what_captures_nothing_needs_no_gpu(tmp_path: Path) -> None:
+    """A checkpoint that was trained with graphs is evaluated by the same words on a CPU."""
+    words = [f"run.dir={tmp_path}", "run.mode=evaluate", "run.device=cpu", "train.cuda_graph=true"]
+    config = compose([*SMALL, *words])
+    assert build_state(config, runtime.start(config.run)).graph is None
