@@ -1,7 +1,7 @@
 """A micro-batch's forward and backward pass as one CUDA graph, which the host starts by one call.
 
-A layer and micro-batch is some 300 kernels, and a host starts about 20 in the time that a GPU of
-today takes for one small one: without graphs the GPU waits.
+A layer and micro-batch is some 300 kernels, many of which take a GPU less time than the host needs
+to start them: without graphs the GPU waits.
 """
 
 from __future__ import annotations

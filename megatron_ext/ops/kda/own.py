@@ -1,9 +1,10 @@
 """KDA with fla's forward pass and our own backward pass within chunks.
 
-fla's backward pass within a chunk is two kernels that hand sums in float32 to each other; ours
-(`own_backward`) is one. fla's kernels for the forward pass, the sweeps over states and what the
-backward pass computes again are called as fla-core 0.6 has them, outside its public interface:
-`missing` names what another release lacks. fla is imported at the first call, not with this module.
+fla's backward pass within a chunk is two kernels that hand sums in float32 to each other; of ours
+(`own_backward`) the second keeps them on chip. fla's kernels for the forward pass, the sweeps over
+states and what the backward pass computes again are called as fla-core 0.6 has them, outside its
+public interface: `missing` names what another release lacks. fla is imported at the first call, not
+with this module.
 
 Shapes: B batch, T tokens, H heads, K = V width of a head, N documents, X chunks of 64 tokens.
 """
