@@ -104,12 +104,17 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     The gate's gradient vanishes where the gate saturates or decays at once; it is a difference of
     terms of the size of the other gradients, whose rounding stays. So its norm is taken as at least
     a tenth of the key gradient's; that of A_log, a sum over tokens and channels of that difference
-    times up to the log-decay itself, as at least the key gradient's.
+    times up to the log-decay itself, as at least the key gradient's. The gradient of beta is a
+    product of two vectors a token, which cancels by chance where tokens are few: as at least a
+    tenth of the value gradient's.
     """
     floors = {"d_z": 0.1, "d_dt_bias": 0.1, "d_A_log": 1.0}
     result: dict[str, float] = {}
     for name, exact in want.items():
-        size = max(exact.norm().item(), floors.get(name, 0.0) * want["d_k"].norm().item(), 1e-30)
+        floor = floors.get(name, 0.0) * want["d_k"].norm().item()
+        if name == "d_beta":
+            floor = 0.1 * want["d_v"].norm().item()
+        size = max(exact.norm().item(), floor, 1e-30)
         result[name] = (got[name].to(exact) - exact).norm().item() / size
     return result
 
