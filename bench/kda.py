@@ -31,7 +31,7 @@ from common import (
 from torch import Tensor
 
 from megatron_ext.config.schema import Gate, KdaBackend
-from megatron_ext.ops.kda import cudnn, fla, kda, own
+from megatron_ext.ops.kda import cudnn, fla, kda, own_fit
 from megatron_ext.ops.kda.check import Problem, errors, rejection
 
 # Cost of a token and head at width 128, chunk 64, bfloat16 in and out (backward recomputes).
@@ -90,7 +90,14 @@ def candidates(device: torch.device, *, width: int, wanted: Sequence[str]) -> li
     """What runs here, the slowest first; says why others do not."""
     missing = {
         KdaBackend.fla: [] if fla.available(device) else ["needs a GPU and the package fla-core"],
-        KdaBackend.triton: own.misfits(device, head_dim=width, gate=Gate.bounded),
+        KdaBackend.triton: own_fit.misfits(
+            device,
+            torch.bfloat16,
+            head_dim=width,
+            value_dim=width,
+            gate=Gate.bounded,
+            lower_bound=own_fit.LOWEST_BOUND,
+        ),
         KdaBackend.cudnn: cudnn.misfits(device, head_dim=width, gate=Gate.bounded),
     }
     for backend, reasons in missing.items():

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.state import unwrap
 from megatron_ext.config.compose import compose
-from megatron_ext.config.schema import KdaBackend, RunConfig
+from megatron_ext.config.schema import RunConfig
 from megatron_ext.data.batches import MicroBatch, micro_batches
 from megatron_ext.data.stream import TokenStream
 from megatron_ext.model.count import flops_per_token
-from megatron_ext.ops.kda import resolve_backend
+from megatron_ext.ops.kda import fla
 from megatron_ext.parallel import runtime
 from megatron_ext.parallel.mesh import build_mesh
 from megatron_ext.train.state import TrainState, build_state
@@ -228,9 +228,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     runtime.quiet()
     place = runtime.start(compose([*COMMON, *BF16]).run)
-    kda = compose(MINI).model.kda
-    backend = resolve_backend(KdaBackend.auto, place.device, head_dim=kda.head_dim, gate=kda.gate)
-    on_gpu = backend is KdaBackend.fla
+    on_gpu = fla.available(place.device)
     cases = CASES if on_gpu else ON_CPU
     names = options.cases.split(",") if options.cases else list(cases)
     configs = {name: compose([*COMMON, *cases[name], *overrides]) for name in names}

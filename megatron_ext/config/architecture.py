@@ -40,7 +40,7 @@ class KdaBackend(Enum):
     dense = "dense"
     fla = "fla"
     cudnn = "cudnn"  # by name only: fast, with a less accurate gradient of the gate
-    triton = "triton"  # by name only: fla's forward pass and our backward pass
+    triton = "triton"  # fla's forward pass and our backward pass
 
 
 class KdaCheck(Enum):
@@ -126,8 +126,8 @@ class KdaOptions:
     output_gate_rank: int = option(32, "Rank of a low-rank output gate")
     backend: KdaBackend = option(
         KdaBackend.auto,
-        "auto: fla on a GPU that has it, else (and if deterministic) dense; cudnn (Hopper) and "
-        "triton (with fla): bf16, heads of 128, a bounded gate",
+        "auto: on a GPU with fla triton where it fits (on Hopper), else fla; without fla, and if "
+        "deterministic, dense; triton and cudnn (Hopper) fit bf16, heads of 128, a bounded gate",
     )
     require: bool = option(False, "Make a fallback of the backend an error")
     check: KdaCheck = option(

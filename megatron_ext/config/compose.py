@@ -79,7 +79,7 @@ def compose(
     checked.problems += [problem.text for problem in found if _certain(problem, checked)]
     checked.problems += idle_keys(config, checked.given)
     if config.run.deterministic and config.model.kda.backend is KdaBackend.auto:
-        # What `auto` takes on a GPU, fla, is not deterministic.
+        # What `auto` takes on a GPU, triton or fla, is not deterministic.
         config.model.kda.backend = KdaBackend.dense
     if config.run.deterministic and config.residual.backend is AttentionResidualBackend.auto:
         config.residual.backend = AttentionResidualBackend.dense

@@ -123,8 +123,8 @@ def _run(config: RunConfig) -> Iterator[Problem]:
     kda = config.model.kda
     if config.run.deterministic and kda.require and kda.backend is KdaBackend.auto:
         yield Problem(
-            "model.kda.require=true: forbids that model.kda.backend=auto leaves out fla, and "
-            "run.deterministic=true does (nearest model.kda.backend=dense)",
+            "model.kda.require=true: forbids that model.kda.backend=auto leaves out triton and "
+            "fla, and run.deterministic=true does (nearest model.kda.backend=dense)",
             ("model.kda.require", "model.kda.backend", "run.deterministic"),
         )
     # Key, backend, why it is left out of deterministic runs, what is allowed instead.

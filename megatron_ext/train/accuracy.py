@@ -11,6 +11,24 @@ from megatron_ext.ops.kda import resolve_backend
 from megatron_ext.ops.kda.check import Problem, rejection
 
 
+def kda_backend(config: RunConfig, device: torch.device) -> KdaBackend:
+    """The backend of KDA that a run takes on a device.
+
+    Raises:
+        ConfigError: cudnn or triton, which cannot run there.
+    """
+    kda = config.model.kda
+    return resolve_backend(
+        kda.backend,
+        device,
+        torch.bfloat16 if config.run.precision is Precision.bf16 else torch.float32,
+        head_dim=kda.head_dim,
+        value_dim=kda.value_dim,
+        gate=kda.gate,
+        lower_bound=kda.lower_bound,
+    )
+
+
 def check_kda(config: RunConfig, device: torch.device) -> None:
     """Compare the backend of KDA that this rank will use with the formula, at the rank's shape.
 
@@ -23,7 +41,7 @@ def check_kda(config: RunConfig, device: torch.device) -> None:
     model, kda = config.model, config.model.kda
     if not {LayerKind.kda, LayerKind.gated} & set(layer_kinds(model)):
         return
-    chosen = resolve_backend(kda.backend, device, head_dim=kda.head_dim, gate=kda.gate)
+    chosen = kda_backend(config, device)
     kernels = chosen in (KdaBackend.fla, KdaBackend.cudnn, KdaBackend.triton)
     judged = kernels or kda.check is KdaCheck.always
     if kda.check is KdaCheck.never or not judged:

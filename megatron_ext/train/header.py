@@ -14,10 +14,10 @@ from megatron_ext.observe.console import human_count
 from megatron_ext.observe.run_files import versions
 from megatron_ext.ops.attn_res import resolve_backend as mix_backend
 from megatron_ext.ops.grouped_mlp import resolve_backend as expert_backend
-from megatron_ext.ops.kda import resolve_backend as kda_backend
 from megatron_ext.ops.situ import resolve_backend as situ_backend
 from megatron_ext.optim.build import group_table
 from megatron_ext.parallel.mesh import describe
+from megatron_ext.train.accuracy import kda_backend
 from megatron_ext.train.run_folder import Found
 from megatron_ext.train.state import TrainState
 
@@ -25,8 +25,6 @@ from megatron_ext.train.state import TrainState
 def backends(state: TrainState) -> dict[str, str]:
     """Which implementation each operator takes on this device."""
     model, device = state.config.model, state.runtime.device
-    kda = model.kda
-    chosen = kda_backend(kda.backend, device, head_dim=kda.head_dim, gate=kda.gate)
     bf16 = state.config.run.precision is Precision.bf16
     situ = situ_backend(
         model.kernels.backend,
@@ -34,7 +32,7 @@ def backends(state: TrainState) -> dict[str, str]:
         torch.bfloat16 if bf16 else torch.float32,
         model.feed_forward_size // state.config.parallel.tensor,
     )
-    named = {"kda": chosen.value, "situ": situ.value}
+    named = {"kda": kda_backend(state.config, device).value, "situ": situ.value}
     if expert_layers(model):
         experts, ranks = model.experts, state.config.parallel.expert_tensor
         named["experts"] = expert_backend(

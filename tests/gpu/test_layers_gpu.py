@@ -83,10 +83,12 @@ def test_gated_mla_in_bfloat16_follows_float64(groups, kernel, documents):
     )
 
 
-@pytest.mark.parametrize("backend", [KdaBackend.dense, KdaBackend.fla, KdaBackend.cudnn])
+@pytest.mark.parametrize(
+    "backend", [KdaBackend.auto, KdaBackend.dense, KdaBackend.fla, KdaBackend.cudnn]
+)
 @pytest.mark.parametrize("documents", [False, True])
 def test_kda_in_bfloat16_follows_float64(groups, backend, documents):
-    if backend is KdaBackend.fla and not importlib.util.find_spec("fla"):
+    if backend in (KdaBackend.auto, KdaBackend.fla) and not importlib.util.find_spec("fla"):
         pytest.skip("fla is not installed")
     reasons = cudnn.misfits(torch.device("cuda"), head_dim=128, gate=Gate.bounded)
     if backend is KdaBackend.cudnn and reasons:

@@ -91,8 +91,9 @@ def test_no_tokens_leave_the_state(recurrence) -> None:
     ],
 )
 def test_where_it_cannot_run_it_is_refused_and_not_replaced(head_dim, gate, said) -> None:
+    shape = {"head_dim": head_dim, "value_dim": head_dim, "gate": gate, "lower_bound": -5.0}
     with pytest.raises(ConfigError) as caught:
-        resolve_backend(KdaBackend.cudnn, CPU, head_dim=head_dim, gate=gate)
+        resolve_backend(KdaBackend.cudnn, CPU, torch.bfloat16, **shape)
     for part in [*said, "allowed model.kda.backend=auto, fla or dense"]:
         assert part in str(caught.value)
     case = Case(8, key_dim=128, value_dim=128)
@@ -112,8 +113,9 @@ def test_other_gpus_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_auto_never_takes_it() -> None:
+    shape = {"head_dim": 128, "value_dim": 128, "gate": Gate.bounded, "lower_bound": -5.0}
     for device in (CPU, META):
-        found = resolve_backend(KdaBackend.auto, device, head_dim=128, gate=Gate.bounded)
+        found = resolve_backend(KdaBackend.auto, device, torch.bfloat16, **shape)
         assert found is not KdaBackend.cudnn
 
 

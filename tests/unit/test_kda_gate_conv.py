@@ -124,9 +124,10 @@ def test_convolution_with_offsets_refuses_a_batch() -> None:
 
 @pytest.mark.parametrize("gate", list(Gate))
 def test_backend_on_a_cpu_is_dense_unless_the_reference_is_asked_for(gate: Gate) -> None:
+    shape = {"head_dim": 128, "value_dim": 128, "gate": gate, "lower_bound": -5.0}
     for backend in (KdaBackend.auto, KdaBackend.dense, KdaBackend.fla):
-        assert resolve_backend(backend, CPU, head_dim=128, gate=gate) is KdaBackend.dense
-    found = resolve_backend(KdaBackend.reference, CPU, head_dim=128, gate=gate)
+        assert resolve_backend(backend, CPU, torch.bfloat16, **shape) is KdaBackend.dense
+    found = resolve_backend(KdaBackend.reference, CPU, torch.bfloat16, **shape)
     assert found is KdaBackend.reference
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.config.schema import Gate, KdaBackend
 from megatron_ext.errors import ConfigError
-from megatron_ext.ops.kda import cudnn, fla, own
+from megatron_ext.ops.kda import cudnn, fla, own, own_fit
 from megatron_ext.ops.kda.context import any_context_kda, chunk_context_kda
 from megatron_ext.ops.kda.conv import short_conv_dense, short_conv_reference
 from megatron_ext.ops.kda.dense import chunk_kda
@@ -35,16 +35,27 @@ __all__ = [
 
 
 def resolve_backend(
-    backend: KdaBackend, device: torch.device, *, head_dim: int, gate: Gate
+    backend: KdaBackend,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    head_dim: int,
+    value_dim: int | None = None,
+    gate: Gate,
+    lower_bound: float = -5.0,
 ) -> KdaBackend:
     """The backend that will run: what is asked for where it can, else ``dense``; cudnn and triton
     are never replaced.
 
     Args:
-        backend: what the configuration asks for; ``auto`` is fla where it can run, else dense.
+        backend: what the configuration asks for; ``auto`` is triton where it can run and was
+            measured (``own_fit``), else fla where that can run, else dense.
         device: of the tensors.
+        dtype: of queries, keys and values; where they differ, the one that holds all of them.
         head_dim: width K of a key head.
+        value_dim: width V of a value head; None: as ``head_dim``.
         gate: form of the decay gate.
+        lower_bound: smallest log-decay a token, in nats. Not used by ``softplus``.
 
     Returns:
         ``reference``, ``dense``, ``fla``, ``cudnn`` or ``triton``; never ``auto``.
@@ -54,10 +65,22 @@ def resolve_backend(
     """
     if backend in (KdaBackend.reference, KdaBackend.dense):
         return backend
-    if backend in (KdaBackend.cudnn, KdaBackend.triton):
-        kernels = cudnn if backend is KdaBackend.cudnn else own
-        kernels.require(device, head_dim=head_dim, gate=gate)
+    if backend is KdaBackend.cudnn:
+        cudnn.require(device, head_dim=head_dim, gate=gate)
         return backend
+    if backend in (KdaBackend.auto, KdaBackend.triton):
+        reasons = own_fit.misfits(
+            device,
+            dtype,
+            head_dim=head_dim,
+            value_dim=head_dim if value_dim is None else value_dim,
+            gate=gate,
+            lower_bound=lower_bound,
+        )
+        if backend is KdaBackend.triton and reasons:
+            raise own_fit.refusal(reasons)
+        if not reasons and (backend is KdaBackend.triton or own_fit.measured(device)):
+            return KdaBackend.triton
     usable = fla.available(device) and head_dim <= fla.MAX_HEAD_DIM
     return KdaBackend.fla if usable else KdaBackend.dense
 
@@ -106,7 +129,7 @@ def kda(
         ValueError: shapes, offsets, dtype or bound do not fit.
     """
     _check_shapes(q, k, v, z, beta_logits, A_log, dt_bias)
-    chosen = _choose(backend, q.device, head_dim=q.shape[-1], gate=gate, require=require)
+    chosen = _choose(backend, q, k, v, gate=gate, lower_bound=lower_bound, require=require)
     fused = {
         KdaBackend.fla: fla.fla_kda,
         KdaBackend.cudnn: cudnn.cudnn_kda,
@@ -198,7 +221,7 @@ def context_kda(
         ConfigError, ValueError: as ``kda``.
     """
     _check_shapes(q, k, v, z, beta_logits, A_log, dt_bias)
-    chosen = _choose(backend, q.device, head_dim=q.shape[-1], gate=gate, require=require)
+    chosen = _choose(backend, q, k, v, gate=gate, lower_bound=lower_bound, require=require)
     if chosen is KdaBackend.dense:
         query, key, g, beta = _gated(
             q, k, z, beta_logits, A_log, dt_bias, gate=gate, lower_bound=lower_bound
@@ -251,8 +274,8 @@ def short_conv(
         x: inputs [B, T, C].
         weight: filters [C, W]; the last tap meets the token itself.
         cu_seqlens: document offsets [N + 1], int32 or int64; then B must be 1.
-        backend: which implementation; ``auto`` as for ``kda``, and so are cudnn and triton, which
-            have none.
+        backend: which implementation; ``auto`` is fla where it can run, else dense, and so are
+            cudnn and triton, which have none.
         initial_state: the W - 1 inputs before each document [N or B, C, W - 1], oldest first.
         output_final_state: also return the last W - 1 inputs of each document.
 
@@ -262,14 +285,12 @@ def short_conv(
     Raises:
         ValueError: ``cu_seqlens`` or the dtype does not fit.
     """
-    if backend in (KdaBackend.cudnn, KdaBackend.triton):
-        backend = KdaBackend.auto
-    chosen = resolve_backend(backend, x.device, head_dim=1, gate=Gate.bounded)
-    run = {
-        KdaBackend.reference: short_conv_reference,
-        KdaBackend.dense: short_conv_dense,
-        KdaBackend.fla: fla.fla_short_conv,
-    }[chosen]
+    if backend is KdaBackend.reference:
+        run = short_conv_reference
+    elif backend is KdaBackend.dense or not fla.available(x.device):
+        run = short_conv_dense
+    else:
+        run = fla.fla_short_conv
     return run(
         x,
         weight,
@@ -297,11 +318,27 @@ def _gated(
 
 
 def _choose(
-    backend: KdaBackend, device: torch.device, *, head_dim: int, gate: Gate, require: bool
+    backend: KdaBackend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    gate: Gate,
+    lower_bound: float,
+    require: bool,
 ) -> KdaBackend:
-    chosen = resolve_backend(backend, device, head_dim=head_dim, gate=gate)
+    device, head_dim = q.device, q.shape[-1]
+    chosen = resolve_backend(
+        backend,
+        device,
+        torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype),
+        head_dim=head_dim,
+        value_dim=v.shape[-1],
+        gate=gate,
+        lower_bound=lower_bound,
+    )
     wanted = device.type == "cuda" if backend is KdaBackend.auto else backend is KdaBackend.fla
-    if require and wanted and chosen is not KdaBackend.fla:
+    if require and wanted and chosen is KdaBackend.dense:
         raise ConfigError(
             f"model.kda.backend: given {backend.value} with require on {device}, head_dim "
             f"{head_dim}; fla cannot run there (it needs a CUDA device, the package fla-core and "

@@ -3,8 +3,8 @@
 fla's backward pass within a chunk is two kernels that hand sums in float32 to each other; of ours
 (`own_backward`) the second keeps them on chip. fla's kernels for the forward pass, the sweeps over
 states and what the backward pass computes again are called as fla-core 0.6 has them, outside its
-public interface: `missing` names what another release lacks. fla is imported at the first call, not
-with this module.
+public interface: `own_fit` says where all of it runs. fla is imported at the first call, not with
+this module.
 
 Shapes: B batch, T tokens, H heads, K = V width of a head, N documents, X chunks of 64 tokens.
 """
@@ -13,8 +13,6 @@ Shapes: B batch, T tokens, H heads, K = V width of a head, N documents, X chunks
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import inspect
 import math
 from functools import cache
 from typing import Any
@@ -24,98 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ext.config.schema import Gate
-from megatron_ext.errors import ConfigError
 from megatron_ext.ops import without_memory
 from megatron_ext.ops.kda.documents import document_lengths
+from megatron_ext.ops.kda.own_fit import FLA, HEAD_DIM
 from megatron_ext.ops.kda.own_sweep import segments
 from megatron_ext.ops.kda.own_sweep import starts as segment_starts
 from megatron_ext.ops.kda.tiles import CHUNK
-
-HEAD_DIM = 128
-LOWEST_BOUND = -5.0
-# Module and function of fla-core 0.6, with the arguments that are given by name.
-FLA = {
-    "fused_beta_sigmoid_fwd": ("fla.ops.common.gate", ""),
-    "prepare_chunk_indices": ("fla.ops.utils.index", ""),
-    "chunk_kda_fwd_intra": (
-        "fla.ops.kda.chunk_intra",
-        "q k v gk beta scale cu_seqlens chunk_indices chunk_size safe_gate",
-    ),
-    "chunk_gla_fwd_o_gk": (
-        "fla.ops.gla.chunk",
-        "q v g A h scale cu_seqlens chunk_indices chunk_size",
-    ),
-    "kda_gate_chunk_cumsum": (
-        "fla.ops.kda.gate",
-        "g A_log dt_bias scale chunk_size cu_seqlens chunk_indices lower_bound",
-    ),
-    "recompute_w_u_fwd": ("fla.ops.kda.wy_fast", "q k v beta A gk cu_seqlens chunk_indices"),
-    "chunk_gated_delta_rule_fwd_h": (
-        "fla.ops.common.chunk_delta_h",
-        "k w u gk initial_state output_final_state save_new_value cu_seqlens chunk_indices "
-        "chunk_offsets chunk_size",
-    ),
-    "chunk_gated_delta_rule_bwd_dhu": (
-        "fla.ops.common.chunk_delta_h",
-        "q k w gk h0 dht do dv scale cu_seqlens chunk_indices chunk_size",
-    ),
-}
-
-
-@cache
-def missing() -> list[str]:
-    """What the installed fla lacks of `FLA`. Imports it."""
-    found = []
-    for name, (module, arguments) in FLA.items():
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            found.append(f"{module}.{name}")
-            continue
-        known = _arguments(function)
-        found += [f"{module}.{name}({x})" for x in arguments.split() if x not in known]
-    return found
-
-
-def _arguments(function: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
-def misfits(device: torch.device, *, head_dim: int, gate: Gate) -> list[str]:
-    """Why this backend cannot run, all reasons; empty where it can.
-
-    On the meta device, where a plan counts memory, a stand-in runs.
-    """
-    reasons = []
-    if device.type not in ("cuda", "meta"):
-        reasons.append(f"needs a GPU, the tensors are on {device.type}")
-    if device.type == "cuda":
-        if importlib.util.find_spec("fla") is None:
-            reasons.append("needs the package fla-core, which is missing")
-        elif missing():
-            reasons.append(f"needs fla-core 0.6; the one installed lacks {', '.join(missing())}")
-    if head_dim != HEAD_DIM:
-        reasons.append(f"needs model.kda.head_dim={HEAD_DIM}, got {head_dim}")
-    if gate is Gate.softplus:
-        reasons.append(
-            "needs a bounded gate (model.kda.gate=bounded or bounded_plain), got softplus: its "
-            "matrix products overflow where 16 tokens decay by more than 88 nats"
-        )
-    return reasons
-
-
-def require(device: torch.device, *, head_dim: int, gate: Gate) -> None:
-    """Nothing where this backend can run.
-
-    Raises:
-        ConfigError: all that is in the way.
-    """
-    reasons = misfits(device, head_dim=head_dim, gate=gate)
-    if reasons:
-        raise ConfigError(
-            f"model.kda.backend=triton: {'; '.join(reasons)} (allowed model.kda.backend=auto, fla "
-            "or dense)"
-        )
 
 
 def own_kda(
@@ -133,14 +45,15 @@ def own_kda(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``kda`` of this package. Arguments as ``megatron_ext.ops.kda.kda``, bfloat16 only.
+    """``kda`` of this package, where ``own_fit`` says that it can run.
+
+    Arguments as ``megatron_ext.ops.kda.kda``.
 
     Raises:
-        ConfigError: this backend cannot run here.
-        ValueError: an input that its kernels cannot take.
+        ValueError: ``cu_seqlens`` with a batch.
     """
-    require(q.device, head_dim=q.shape[-1], gate=gate)
-    _check(q, v, lower_bound=lower_bound, cu_seqlens=cu_seqlens)
+    if cu_seqlens is not None and q.shape[0] != 1:  # raises; offsets are not read back from the GPU
+        document_lengths(cu_seqlens, batch=q.shape[0], tokens=q.shape[1])
     state = None if initial_state is None else initial_state.float().contiguous()
     documents = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if q.shape[1] == 0:
@@ -328,25 +241,6 @@ def _sweep(
 @cache
 def _fla(name: str) -> Any:
     return getattr(importlib.import_module(FLA[name][0]), name)
-
-
-def _check(q: Tensor, v: Tensor, *, lower_bound: float, cu_seqlens: Tensor | None) -> None:
-    if {q.dtype, v.dtype} != {torch.bfloat16}:
-        raise ValueError(
-            f"dtype: given {q.dtype} (v {v.dtype}), allowed torch.bfloat16 with backend triton; "
-            "use run.precision=bf16, or backend fla or dense"
-        )
-    if v.shape[-1] != HEAD_DIM:
-        raise ValueError(
-            f"value_dim: given {v.shape[-1]}, allowed {HEAD_DIM} with backend triton; use backend "
-            "fla or dense"
-        )
-    if not LOWEST_BOUND <= lower_bound < 0:
-        raise ValueError(
-            f"lower_bound: given {lower_bound:g}, allowed [{LOWEST_BOUND:g}, 0) with backend triton"
-        )
-    if cu_seqlens is not None and q.shape[0] != 1:  # raises; offsets are not read back from the GPU
-        document_lengths(cu_seqlens, batch=q.shape[0], tokens=q.shape[1])
 
 
 def _nothing(
