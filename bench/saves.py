@@ -33,7 +33,6 @@ from megatron_ext.train.state import TrainState, build_state
 from megatron_ext.train.step import train_step
 
 ROOT = Path(__file__).resolve().parents[1]
-REPEATS = 3
 
 
 def waiting_rows(rows: Sequence[dict[str, Any]], *, every: int) -> list[Row]:
@@ -55,7 +54,8 @@ def waiting_rows(rows: Sequence[dict[str, Any]], *, every: int) -> list[Row]:
                 "training waited s": sum(stalls),
                 "wall time to the next s": wall,
                 "share": f"{100 * sum(stalls) / wall:.2f} %",
-                "until complete s": after[-1]["checkpoint/save_seconds"],
+                # None: not yet, at the next one.
+                "until complete s": after[-1].get("checkpoint/save_seconds"),
             }
         )
     return found
@@ -70,12 +70,12 @@ def trained_rows(words: list[str], folder: Path, *, every: int, saves: int) -> l
     return waiting_rows([json.loads(line) for line in lines], every=every)
 
 
-def throughput_rows(state: TrainState, folder: Path) -> list[Row]:
+def throughput_rows(state: TrainState, folder: Path, *, repeats: int) -> list[Row]:
     """Save and load beside the disk, GB/s; medians."""
     train_step(state)  # memory of moments that nobody has written to is not there yet
     checkpointer = Checkpointer(folder, mesh=state.mesh, asynchronous=False, keep=1, keep_every=0)
     seconds: dict[str, list[float]] = {name: [] for name in ("save", "load", "write", "read")}
-    for number in range(1, REPEATS + 1):
+    for number in range(1, repeats + 1):
         state.step = number  # a step that is saved already is not saved again
         seconds["save"].append(_seconds(lambda: save(state, checkpointer)))
         path = folder / f"step_{number:08}"
@@ -131,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=50, help="steps between saves of the run")
     parser.add_argument("--saves", type=int, default=3, help="saves in the midst of the run")
+    parser.add_argument("--repeats", type=int, default=3, help="saves and loads, of which medians")
     parser.add_argument("--folder", type=Path, help="for checkpoints; default: a temporary one")
     parser.add_argument("--json", type=Path, help="also write the tables there")
     options, words = parser.parse_known_args()
@@ -144,7 +145,9 @@ def main() -> None:
                 words, folder / "run", every=options.every, saves=options.saves
             )
         state = build_state(config, runtime.start(config.run))
-        tables["throughput"] = throughput_rows(state, folder / "checkpoints")
+        tables["throughput"] = throughput_rows(
+            state, folder / "checkpoints", repeats=options.repeats
+        )
         print("load average", *os.getloadavg())
         finish(tables, json_file=options.json)
     runtime.stop()

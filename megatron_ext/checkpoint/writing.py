@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import (
 
 from megatron_ext.checkpoint.carry import Share
 from megatron_ext.checkpoint.checksums import ChecksumStream, Entry, sync
+from megatron_ext.checkpoint.staging import Bucket, to_host
 
 
 class Report:
@@ -68,10 +69,11 @@ def without_helper() -> None:
 def with_checksums(
     request: AsyncRequest, *, carried: Share | None, folder: Path
 ) -> tuple[AsyncRequest, Report]:
-    """Let the writer of a save take checksums of what it writes.
+    """Let a save copy tensors in `staging`, and its writer take checksums of what it writes.
 
     Args:
-        request: what megatron-core made of a save; its writer is replaced by ours.
+        request: what megatron-core made of a save; its copying to main memory and its writer are
+            replaced by ours.
         carried: what it is to copy from an earlier checkpoint into `folder`.
 
     Returns:
@@ -85,6 +87,7 @@ def with_checksums(
         return request, report
     take = partial(report.take, request.async_fn_args[2])
     request = request._replace(
+        preload_fn=partial(to_host, request.async_fn_args[1]),
         async_fn=partial(_write, report, carried, folder),
         finalize_fns=[take, *request.finalize_fns],
     )
@@ -112,7 +115,7 @@ def _write(
     carried: Share | None,
     folder: Path,
     rank: int,
-    buckets: list[tuple[Any, str, tuple[Any, Any]]],
+    buckets: list[Bucket],
     results: object,
 ) -> None:
     """Write one file a bucket as torch's writer does, in a forked process.

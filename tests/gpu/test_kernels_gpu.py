@@ -17,6 +17,7 @@ KERNELS = (
     "expert_rows",
     "gating",
     "kda_backward",
+    "kda_health",
     "kda_inputs",
     "qkv_conv",
     "router",

@@ -23,6 +23,8 @@ from megatron_ext.ops.gating import triton as gating
 from megatron_ext.ops.kda import own_backward
 from megatron_ext.ops.kda import own_kernels as kda_own
 from megatron_ext.ops.kda import triton as kda_inputs
+from megatron_ext.ops.kda import triton_health as kda_health
+from megatron_ext.ops.kda.health import BINS
 from megatron_ext.ops.launch import launch_settings
 from megatron_ext.ops.qkv_conv import triton as conv
 from megatron_ext.ops.quantile import triton as statistics
@@ -51,6 +53,12 @@ INPUTS = {
     **dict.fromkeys(("d_slope", "d_bias"), "*fp32"),
     **dict.fromkeys(("lower_bound", "eps"), "fp32"),
     **dict.fromkeys(("q_row", "k_row", "z_row", "beta_row", "dz_row"), "i32"),
+}
+HEALTH = {
+    **dict.fromkeys(("slope", "bias", "numbers"), "*fp32"),
+    **dict.fromkeys(("lower_bound", "limit"), "fp32"),
+    **dict.fromkeys(("tokens", "width", "z_batch", "z_token", "z_head"), "i32"),
+    "histogram": "*i32",
 }
 MIX = {
     **dict.fromkeys(("sources", "d_sources"), ("*bf16",) * 9),
@@ -177,6 +185,12 @@ KERNELS = [
         kda_inputs._settings("kda_inputs_backward", 128),
         {"SLOPE": True, "UNIT": True},
         INPUTS,
+    ),
+    (
+        kda_health._decay_health,
+        {"num_warps": 4, "LOWEST": -20, "AN_OCTAVE": 8, "TILE": 16, "TILES": kda_health.TILES},
+        {"BINS": BINS, "ALL": 512, "SOFTPLUS": True, "WIDTH": 128},
+        HEALTH,
     ),
     (
         own_backward._kda_backward_solve,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.schema import Gate
+from megatron_ext.ops.backend import triton_misfit
 from megatron_ext.ops.kda.gate import log_decay
 from megatron_ext.ops.kda.tiles import TILE
 
@@ -93,6 +94,9 @@ class AttentionHealth:
         z = z[:, self._valid(first)]
         if not z.numel():  # this rank's part is all padding
             return
+        if triton_misfit(z.device, z.dtype) is None and z.stride(-1) == 1:
+            self._add_fused(z, A_log, dt_bias, softplus=gate is Gate.softplus, bound=lower_bound)
+            return
         heads = max(1, _AT_ONCE // z[:, :, 0].numel())
         for first in range(0, z.shape[2], heads):
             part = slice(first, first + heads)
@@ -104,6 +108,29 @@ class AttentionHealth:
                 lower_bound=lower_bound,
             )
             self._add_log_decay(g, lower_bound)
+
+    def _add_fused(
+        self, z: Tensor, A_log: Tensor | None, dt_bias: Tensor, *, softplus: bool, bound: float
+    ) -> None:
+        """What `_add_log_decay` adds, in one kernel: plain torch needs some 30, and waits for the
+        GPU at every count."""
+        from megatron_ext.ops.kda.triton_health import decay_statistics
+
+        totals, tile, counts = decay_statistics(
+            z,
+            torch.ones_like(dt_bias[:, 0]) if A_log is None else A_log.float().exp(),
+            dt_bias,
+            softplus=softplus,
+            lower_bound=bound,
+            saturated=SATURATED,
+            tile=TILE,
+            octaves=(LOWEST_OCTAVE, BINS_AN_OCTAVE),
+            bins=BINS,
+        )
+        self.sums[Sum.GATES] += z.numel()
+        self.sums[Sum.DECAY : Sum.HIGH + 1] += totals
+        self._raise(Maximum.TILE_DECAY, tile)
+        self.sums[Sum.HISTOGRAM :] += counts
 
     def _add_log_decay(self, g: Tensor, lower_bound: float) -> None:
         sums = self.sums
