@@ -44,13 +44,13 @@ from torch import Tensor, nn
 
 from megatron_ext.config.compose import compose
 from megatron_ext.config.layout import LayerKind
-from megatron_ext.config.schema import KdaBackend, RunConfig
+from megatron_ext.config.schema import RunConfig
 from megatron_ext.layers.router import BalancedRouter
 from megatron_ext.model.count import feed_forward_weights, kda_weights
 from megatron_ext.model.residual import connect_layers
 from megatron_ext.model.spec import layer_spec
 from megatron_ext.ops.attn_res.gradients import with_gradient_sum
-from megatron_ext.ops.kda import resolve_backend
+from megatron_ext.ops.kda import fla
 from megatron_ext.parallel import mesh, runtime
 from megatron_ext.parallel.mcore_config import transformer_config
 from megatron_ext.parallel.pipeline import SourceCache
@@ -324,10 +324,9 @@ def main() -> None:
     config = compose(words)
     runtime.start(config.run)
     groups = mesh.build_mesh(config.parallel)
-    kda = config.model.kda
-    backend = resolve_backend(KdaBackend.auto, device, head_dim=kda.head_dim, gate=kda.gate)
-    public = from_fla() if backend is KdaBackend.fla else stand_ins()
-    whole = backend is KdaBackend.fla and not options.skip_whole
+    has_fla = fla.available(device)
+    public = from_fla() if has_fla else stand_ins()
+    whole = has_fla and not options.skip_whole
     rate = product_rate(device=device)
     rows: list[Row] = []
     tables: dict[str, list[Row]] = {}

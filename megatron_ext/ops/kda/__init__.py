@@ -37,12 +37,12 @@ __all__ = [
 def resolve_backend(
     backend: KdaBackend,
     device: torch.device,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
     *,
     head_dim: int,
-    value_dim: int | None = None,
+    value_dim: int,
     gate: Gate,
-    lower_bound: float = -5.0,
+    lower_bound: float,
 ) -> KdaBackend:
     """The backend that will run: what is asked for where it can, else ``dense``; cudnn and triton
     are never replaced.
@@ -53,7 +53,7 @@ def resolve_backend(
         device: of the tensors.
         dtype: of queries, keys and values; where they differ, the one that holds all of them.
         head_dim: width K of a key head.
-        value_dim: width V of a value head; None: as ``head_dim``.
+        value_dim: width V of a value head.
         gate: form of the decay gate.
         lower_bound: smallest log-decay a token, in nats. Not used by ``softplus``.
 
@@ -73,7 +73,7 @@ def resolve_backend(
             device,
             dtype,
             head_dim=head_dim,
-            value_dim=head_dim if value_dim is None else value_dim,
+            value_dim=value_dim,
             gate=gate,
             lower_bound=lower_bound,
         )
