@@ -79,10 +79,10 @@ def test_two_phases_and_gradients(
     single = errors(one_by_one(depth_mix_triton, bank), exact, tensors)
     assert max(found) <= 4 * TOLERANCE[dtype]
     # The mix of the bank is rounded to 16 bits: of what has 16 bits itself, at most twice the
-    # square of the error. Of the vectors of the second mix, float32, that is all of the error.
-    pairs = list(zip(found, single, strict=True))
-    assert all(error <= 1.5 * alone + 1e-6 for error, alone in pairs[:-VECTORS]), pairs
-    assert all(error <= TOLERANCE[dtype] for error in found[-VECTORS:]), pairs
+    # square of the error. Vectors of the second mix, float32, get it whole.
+    for place, (error, alone) in enumerate(zip(found, single, strict=True)):
+        rounded = TOLERANCE[dtype] if place >= len(found) - VECTORS else 4e-6
+        assert error <= 1.5 * alone + rounded, (place, found, single)
 
 
 def test_two_phases_add_gradients_up_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
