@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_ext.config.schema import RunConfig
 from megatron_ext.model.freeze import parameter_names
 from megatron_ext.optim import groups, mcore_adam
+from megatron_ext.optim.copies import fuse_copies
 from megatron_ext.parallel.mcore_config import optimizer_config
 
 group_table = groups.group_table
@@ -63,6 +64,7 @@ def build_optimizer(
     for part in optimizer.chained_optimizers if chained else [optimizer]:
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             _number_by_dtype(part)
+            fuse_copies(part)
     return optimizer
 
 
