@@ -3,15 +3,12 @@
 Every backend at 8192 tokens of width 7168 in bfloat16, with the norm that follows: time and GPU
 kernels, what it keeps for the backward pass beside the sources, peak memory, and the worst error of
 outputs and gradients against float64. The floor is what an H200 needs to move every source once
-forward and twice backward. Then both mixes of a layer, each by itself and in two phases, with
-finished sources that other layers of the block read too, at this width and at that of `mini`.
-Without a GPU, and with --quick, a small size.
+forward and twice backward. Without a GPU, and with --quick, a small size.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -33,12 +30,8 @@ from torch import Tensor
 
 from megatron_ext.config.schema import AttentionResidualBackend as Backend
 from megatron_ext.ops.attn_res import depth_mix, resolve_backend
-from megatron_ext.ops.attn_res.gradients import with_gradient_sum
-from megatron_ext.ops.attn_res.two_phase import first_phase, second_phase
 
 EPS = 1e-5
-LAYERS = 4  # of a block, which read the same finished sources
-Tensors = list[Tensor]
 BACKENDS = (Backend.reference, Backend.dense, Backend.fla, Backend.triton)
 # One rounding to bfloat16's 8 bits is 2e-3; sums over tokens stay in float32.
 ALLOWED_ERROR = 1e-2
@@ -119,92 +112,6 @@ def row(
     return found
 
 
-def two_mixes(read: Tensors, running: Tensor, vectors: Tensors, backend: Backend) -> Tensors:
-    """The inputs of both sublayers of a layer, a mix each."""
-    one, two = vectors[:3], vectors[3:]
-    later = [*read[:-1], running]
-    return [mix(read, one, backend=backend), mix(later, two, backend=backend)]
-
-
-def two_phases(read: Tensors, running: Tensor, vectors: Tensors, backend: Backend) -> Tensors:
-    """The same with every finished source read once."""
-    query, key, norm, bank_query, bank_key, later_norm = vectors
-    once, bank = first_phase(
-        read,
-        query,
-        key,
-        bank_query=bank_query,
-        bank_key_weight=bank_key,
-        bank_sources=len(read) - 1,
-        eps=EPS,
-        norm_weight=norm,
-        backend=backend,
-    )
-    again = second_phase(
-        bank, running, bank_query, bank_key, eps=EPS, norm_weight=later_norm, backend=backend
-    )
-    return [once, again]
-
-
-def layer_row(
-    name: str,
-    mixes: Callable[[Tensors, Tensor, Tensors, Backend], Tensors],
-    count: int,
-    *,
-    backend: Backend,
-    tokens: int,
-    width: int,
-    device: torch.device,
-) -> Row:
-    """Both mixes of a layer: a block's layers one after the other, divided by their number."""
-
-    def draw(tokens: int, number: int) -> tuple[Tensors, Tensors, Tensors]:
-        """Finished sources, running sums, and the vectors of both mixes of a layer."""
-        size = {"tokens": tokens, "width": width, "device": device, "dtype": torch.bfloat16}
-        finished, one = inputs(count - 1, **size)
-        running, two = inputs(2 * number, **size)
-        return finished, running, [*one, *two]
-
-    def run(finished: Tensors, running: Tensors, vectors: Tensors, used: Backend) -> Tensors:
-        bank = [with_gradient_sum(v) for v in finished]
-        pairs = zip(running[::2], running[1::2], strict=True)
-        return [x for r, later in pairs for x in mixes([*bank, r], later, vectors, used)]
-
-    def both(parts: tuple[Tensors, Tensors, Tensors], used: Backend, ups: Tensors) -> Tensors:
-        out = run(*parts, used)
-        leaves = [x for part in parts for x in part]
-        return [*out, *torch.autograd.grad(out, leaves, [up.to(out[0]) for up in ups])]
-
-    parts = draw(256, 1)
-    ups = [torch.randn_like(parts[0][0]) for _ in range(2)]
-    wide = tuple([x.detach().double().requires_grad_() for x in part] for part in parts)
-    exact = two_mixes([*wide[0], wide[1][0]], wide[1][1], wide[2], Backend.reference)
-    leaves = [x for part in wide for x in part]
-    exact += torch.autograd.grad(exact, leaves, [up.double() for up in ups])
-    error = max(map(relative_error, both(parts, backend, ups), exact))
-    parts = draw(tokens, LAYERS)
-    ups = [torch.randn_like(parts[0][0])] * (2 * LAYERS)
-    forward, timed = partial(run, *parts, backend), partial(both, parts, backend, ups)
-    with torch.no_grad():
-        forward_ms = milliseconds(forward, device=device)
-    known = [x for part in parts for x in part]
-    found: Row = {
-        "width": width,
-        "sources": count,
-        "backend": f"{backend.value}, {name}",
-        "fwd ms": forward_ms / LAYERS,
-        "fwd+bwd ms": milliseconds(timed, device=device) / LAYERS,
-        "kept MB": saved_bytes(forward, known=known) / LAYERS / 1e6,
-        "peak GiB": extra_gib(timed, device=device),
-        "error": error,
-    }
-    if device.type == "cuda":
-        kernels = gpu_kernels(timed)
-        found |= {"GPU ms": kernels.milliseconds / LAYERS, "kernels": kernels.launches / LAYERS}
-    free_memory()
-    return found
-
-
 def main() -> None:
     """Measures and prints, the table last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -221,22 +128,14 @@ def main() -> None:
         for backend in BACKENDS
         if resolve_backend(backend, device, dtype=dtype, width=width) is backend
     ]
-    ours = Backend.triton if device.type == "cuda" else Backend.reference
-    layer_rows = [
-        layer_row(name, mixes, count, backend=ours, tokens=tokens, width=size, device=device)
-        for size in ((width, 1536) if large else (width,))
-        for count in (3, 4, 8, 9)
-        for name, mixes in (("a mix each", two_mixes), ("two phases", two_phases))
-    ]
     failures = [
         f"{found['backend']}, {found['sources']} sources: error {found['error']:.1e}, allowed "
         f"{ALLOWED_ERROR:.0e}"
-        for found in [*rows, *layer_rows]
+        for found in rows
         if found["error"] > ALLOWED_ERROR
     ]
     title = f"mix with norm: {tokens} tokens of width {width}, {dtype}"
-    layers = f"both mixes of a layer of {LAYERS}: {tokens} tokens, {dtype}"
-    finish({title: rows, layers: layer_rows}, failures=failures, json_file=options.json)
+    finish({title: rows}, failures=failures, json_file=options.json)
 
 
 if __name__ == "__main__":

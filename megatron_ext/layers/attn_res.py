@@ -7,9 +7,7 @@ of a finished block, and last the sum that runs. The procedure of a layer (Kimi 
     the first layer of a block starts a new sum with a, the others add it to the running one
     x = norm(mix(sources));  the running sum += feed_forward(x)
 
-and after the last layer mix(sources) once more. The first layer has one source and no mix. Both
-mixes of a layer read the finished sources, the second all of `kept` below: where it pays they are
-read once (`ops.attn_res.two_phase`).
+and after the last layer mix(sources) once more. The first layer has one source and no mix.
 
 Between the layers of a chunk megatron-core's block hands on `hidden_states`, here the last source,
 and `context`, here the tuple of those before. So every source is stored once, however many read
@@ -24,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,21 +32,99 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ext.config.schema import ResidualOptions
+from megatron_ext.layers.initializers import Constant, Initializer, Normal, parameter
 from megatron_ext.layers.linears import ShardedModule, tensor_group
-from megatron_ext.layers.mix_norm import (
-    Reading,
-    Sources,
-    key_norm_weight,
-    measure,
-    pseudo_query,
-)
+from megatron_ext.layers.norms import RMSNorm
 from megatron_ext.ops.attn_res import depth_mix
 from megatron_ext.ops.attn_res.gradients import with_gradient_sum
 from megatron_ext.ops.attn_res.health import DepthHealth
 from megatron_ext.parallel.pipeline import Boundary
+
+Sources = tuple[Tensor, ...]
+
+
+def pseudo_query(config: TransformerConfig, *, std: float) -> nn.Parameter:
+    """The learned query [h] of one mix. At zero every source has the same weight."""
+    return _vector(config, Normal(std) if std else Constant(0.0))
+
+
+def key_norm_weight(config: TransformerConfig) -> nn.Parameter:
+    """The weight [h] of the norm that makes keys of sources."""
+    return _vector(config, Constant(1.0))
+
+
+def _vector(config: TransformerConfig, initializer: Initializer) -> nn.Parameter:
+    # Differences between scores are small: these stay float32 in a 16-bit model.
+    return parameter(
+        config.hidden_size,
+        dtype=torch.promote_types(config.params_dtype, torch.float32),
+        initializer=initializer,
+        weight_decay=False,
+        sequence_parallel=config.sequence_parallel,
+    )
+
+
+class FirstNorm(RMSNorm):
+    """The pre-norm of the very first sublayer, which has nothing but the embedding to read."""
+
+    def forward(  # type: ignore[override]  # what megatron-core takes from a norm, too
+        self, sources: Sources
+    ) -> tuple[Tensor, Tensor]:
+        """See `MixNorm.forward`; exactly one source."""
+        (x,) = sources
+        return super().forward(x).to(self.weight.dtype), x
+
+
+class MixNorm(RMSNorm):
+    """A sublayer's pre-norm, over the mix of its sources. Fits megatron-core's norm slots.
+
+    Args:
+        options: kernel of the mix, and its initial query.
+
+    Attributes:
+        health: gets the statistics of the forward passes of training while it is set.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        options: ResidualOptions,
+    ) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.options = options
+        self.health: DepthHealth | None = None
+        self.query = pseudo_query(config, std=options.query_std)
+        self.key_weight = key_norm_weight(config)
+
+    def forward(  # type: ignore[override]  # what megatron-core takes from a norm, too
+        self, sources: Sources
+    ) -> tuple[Tensor, Tensor]:
+        """norm(mix(sources)) in the model's dtype, and the running sum as the residual; both
+        [s, b, h]. megatron-core takes such a pair from a norm."""
+        measure(self, sources, eps=self.eps)
+        normed = depth_mix(
+            sources,
+            self.query,
+            self.key_weight,
+            eps=self.eps,
+            norm_weight=self.weight,
+            backend=self.options.backend,
+            require=self.options.require,
+        )
+        return normed.to(self.weight.dtype), sources[-1]
+
+
+def measure(mix: MixNorm | OutputMix, sources: Sources, *, eps: float) -> None:
+    """Add what a mix reads to its statistics, if it is measured: in training, and once a token."""
+    # Gradients are off in the first of the two passes of a layer that is recomputed.
+    if mix.health is not None and mix.training and torch.is_grad_enabled():
+        mix.health.add(sources, mix.query, mix.key_weight, eps=eps)
 
 
 def start_sum(training: bool, fused: bool) -> Callable[..., Tensor]:
@@ -123,11 +200,10 @@ class AttentionResidualLayer(TransformerLayer):
     def _run(self, rest: dict[str, Any], *sources: Tensor) -> Sources:
         """The sources that this layer adds or changes; the running sum of before is not among them
         when a new one starts."""
+        attended, _ = self._forward_attention(sources, **rest)
         kept = sources if self.opens[0] else sources[:-1]
-        first = Reading(sources, then=self.pre_mlp_layernorm, kept=len(kept))
-        attended, _ = self._forward_attention(first, **rest)
         out = self._forward_mlp(
-            Reading((*kept, attended), bank=first.next_bank),
+            (*kept, attended),
             rest.get("inference_context"),
             padding_mask=rest.get("padding_mask"),
             packed_seq_params=rest.get("packed_seq_params"),

@@ -14,10 +14,11 @@ from megatron_ext.config.schema import Recompute, ResidualKind, RunConfig
 from megatron_ext.layers.attn_res import (
     AttentionResidualLayer,
     ChunkEnd,
+    FirstNorm,
+    MixNorm,
     OutputMix,
     start_sum,
 )
-from megatron_ext.layers.mix_norm import FirstNorm, MixNorm
 from megatron_ext.layers.shared_heads import HeadShare, SharingLayer
 from megatron_ext.parallel.pipeline import Boundary, SourceCache
 

@@ -233,24 +233,6 @@ def depth_mix(sources: Sequence[Tensor], *vectors: Tensor | None) -> Tensor:
     return _run([torch.empty_like(first)], inputs, kept=(*inputs, *numbers))[0]
 
 
-def first_phase(sources: Sequence[Tensor], *vectors: Tensor | None) -> tuple[Tensor, ...]:
-    """Our two mixes of the same sources: keeps the sources and three numbers a token and source."""
-    first, inputs = sources[0], (*sources, *vectors)
-    numbers = first.new_empty((3, len(sources), *first.shape[:-1]), dtype=torch.float32)
-    slot = numbers.new_empty(1).expand(first.shape)
-    made = [torch.empty_like(first), torch.empty_like(first), numbers.new_empty(first.shape[:-1])]
-    return _run([*made, slot], inputs, kept=(*inputs, numbers))
-
-
-def second_phase(
-    bank: Tensor, log_sum: Tensor, slot: Tensor | None, running: Tensor, *vectors: Tensor | None
-) -> Tensor:
-    """Our mix of such a one and one source: keeps both and four numbers a token."""
-    numbers = log_sum.new_empty((4, *log_sum.shape))
-    kept, inputs = (bank, running, *vectors, numbers), (log_sum, slot, running, *vectors)
-    return _run([torch.empty_like(running)], inputs, kept=kept)[0]
-
-
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """torch's fused norm: keeps its input and one number a row."""
     row = x.new_empty(x.shape[:-1], dtype=torch.float32)

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from megatron_ext.checkpoint.state import unwrap
 from megatron_ext.config.layout import sequence_parallel
 from megatron_ext.config.residual import mix_sources
-from megatron_ext.layers.attn_res import OutputMix
-from megatron_ext.layers.mix_norm import MixNorm
+from megatron_ext.layers.attn_res import MixNorm, OutputMix
 from megatron_ext.ops.attn_res.health import DepthHealth, MixHealth, mix_health
 from megatron_ext.train import balance
 from megatron_ext.train.health import own_layers, valid_tokens

@@ -9,9 +9,8 @@ import torch
 
 from megatron_ext.config.schema import AttentionResidualBackend as Backend
 from megatron_ext.config.schema import Device, ResidualKind, ResidualOptions
-from megatron_ext.layers.mix_norm import MixNorm, Reading
+from megatron_ext.layers.attn_res import MixNorm
 from megatron_ext.ops.attn_res import depth_mix, resolve_backend
-from megatron_ext.ops.attn_res.gradients import with_gradient_sum
 from tests.support.one_rank import draw, one_rank, small_config
 
 pytestmark = [
@@ -115,45 +114,8 @@ def test_a_pre_norm_over_fla_follows_the_dense_one(dtype):
             draw(norm)
             norms.append(norm)
         sources, _ = inputs(3, dtype, width=128, norm=False)
-        pairs = [norm(Reading(tuple(sources))) for norm in norms]
+        pairs = [norm(tuple(sources)) for norm in norms]
         assert all(residual is sources[-1] for _, residual in pairs)
         ours, dense = (normed for normed, _ in pairs)
         assert ours.dtype == dense.dtype == dtype
         assert (ours - dense).norm() <= 2 * TOLERANCE[dtype] * dense.norm()
-
-
-def test_a_layer_in_two_phases_follows_the_formula_and_keeps_one_tensor_more():
-    """Both pre-norms as `AttentionResidualLayer` calls them, with gradients added in place."""
-    with one_rank(Device.cuda):
-        results, kept = [], []
-        for backend in (Backend.triton, Backend.reference):
-            dtype = torch.bfloat16 if backend is Backend.triton else torch.float64
-            options = ResidualOptions(kind=ResidualKind.block, backend=backend, require=True)
-            config = small_config(hidden_size=1000, params_dtype=dtype)
-            norms = [MixNorm(config, 1000, options=options) for _ in range(2)]
-            for seed, norm in enumerate(norms):
-                draw(norm, seed=seed)
-                # Rounded alike for both.
-                norm.to(torch.bfloat16).to(torch.float32)
-                norm.weight.data = norm.weight.data.to(dtype)
-            leaves, _ = inputs(9, torch.bfloat16, width=1000, norm=False)
-            leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
-            *finished, running, attended = map(with_gradient_sum, leaves)
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            first = Reading((*finished, running), then=norms[1], kept=len(finished))
-            once, _ = norms[0](first)
-            again, _ = norms[1](Reading((*finished, attended), bank=first.next_bank))
-            kept.append(torch.cuda.memory_allocated() - before)
-            assert first.next_bank is not None
-            upstream = torch.randn(once.shape, generator=torch.Generator().manual_seed(9))
-            upstream = upstream.bfloat16().to(once)
-            parameters = [p for norm in norms for p in norm.parameters()]
-            grads = torch.autograd.grad([once, again], [*leaves, *parameters], [upstream, upstream])
-            results.append([once.detach(), again.detach(), *grads])
-    for got, want in zip(*results, strict=True):
-        error = float((got.double() - want).norm() / want.norm())
-        assert error <= 2 * TOLERANCE[torch.bfloat16]
-    row = 2 * leaves[0].numel()
-    # Both results and the mix of the bank; numbers of tokens and sources are a tenth of one.
-    assert 3 * row <= kept[0] <= 3.2 * row

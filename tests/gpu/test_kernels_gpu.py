@@ -14,7 +14,6 @@ from megatron_ext.ops.kda import inputs
 
 KERNELS = (
     "attn_res",
-    "attn_res_phases",
     "expert_rows",
     "gating",
     "kda_backward",

@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_ext.ops.attn_res import triton as attn_res
-from megatron_ext.ops.attn_res import triton_kernels as mix
 from megatron_ext.ops.expert_rows import triton as expert_rows
 from megatron_ext.ops.gating import triton as gating
 from megatron_ext.ops.kda import own_backward
@@ -62,9 +61,8 @@ HEALTH = {
     "histogram": "*i32",
 }
 MIX = {
+    **dict.fromkeys(("sources", "d_sources"), ("*bf16",) * 9),
     **dict.fromkeys(("query", "key", "norm", "scores", "inverses", "d_w", "d_norm"), "*fp32"),
-    **dict.fromkeys(("bank_query", "bank_key", "bank_scores", "log_sum"), "*fp32"),
-    **dict.fromkeys(("d_bank", "d_log_sum", "d_bank_w"), "*fp32"),
     "eps": "fp32",
     "turns": "i32",
     "added": "i32",
@@ -137,20 +135,17 @@ KERNELS = [
         UPDATE,
     ),
     (update._update_all, {"num_warps": 4}, {"LEVEL": True, "ALL": 1024}, UPDATE),
-    *(
-        (
-            kernel,
-            attn_res._settings(kernel.fn.__name__[1:], 7168, count, bank=bank, merge=merge),
-            {"N": count, "PADDED": padded, "BANK": bank, "MERGE": merge, "NORM": True},
-            MIX | dict.fromkeys(("sources", "d_sources"), ("*bf16",) * count),
-        )
-        for kernel in (mix._depth_mix_forward, mix._depth_mix_backward)
-        for count, padded, bank, merge in (
-            (9, 16, 0, False),
-            (2, 2, 0, True),
-            (7, 8, 6, False),  # its backward needs the most registers of all up to 8
-            (9, 16, 8, False),
-        )
+    (
+        attn_res._depth_mix_forward,
+        attn_res._settings("depth_mix_forward", 7168, 9),
+        {"N": 9, "PADDED": 16, "NORM": True},
+        MIX,
+    ),
+    (
+        attn_res._depth_mix_backward,
+        attn_res._settings("depth_mix_backward", 7168, 9),
+        {"N": 9, "PADDED": 16, "NORM": True},
+        MIX,
     ),
     (situ._situ_forward, launch_settings("situ_forward", 3072), K3, SITU),
     (situ._situ_backward, launch_settings("situ_backward", 3072), K3, SITU),

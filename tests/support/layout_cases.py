@@ -35,8 +35,6 @@ GATED = ["model.attention=gated", "model.first_dense_layers=null", "optim.eps=1e
 # Blocks of two layers in six: sums finish inside and between stages. Queries away from zero, where
 # the gradients of keys and scores vanish; at 0.1 the model itself amplifies rounding fivefold.
 BLOCK = ["residual=block", "residual.block_size=2", "residual.query_std=0.03"]
-# The mixes of a layer in two phases, which a CPU has in this form only.
-TWO_PHASE = [*BLOCK, "residual.backend=reference"]
 # Blocks of three layers, of both kinds of attention; scalars away from zero, where nothing is read.
 SHARED = ["residual=shared", "residual.block_size=3", "residual.share_std=0.2"]
 # Tokens of a micro-batch are not a multiple, on one rank nor on two.
@@ -152,11 +150,11 @@ CASES: dict[str, list[str]] = {
     "tp2_sp_block": [*BLOCK, "parallel.tensor=2"],
     "tp2_sp_block_recompute_full": [*BLOCK, "parallel.tensor=2", "train.recompute=full"],
     "pp2_block": [*BLOCK, "parallel.pipeline=2"],
-    "pp2_block_uneven": [*TWO_PHASE, "parallel.pipeline=2", "parallel.stage_layers=[5,1]"],
+    "pp2_block_uneven": [*BLOCK, "parallel.pipeline=2", "parallel.stage_layers=[5,1]"],
     "pp2_block_empty": [*BLOCK, "parallel.pipeline=2", "parallel.stage_layers=[6,0]"],
     "pp2_vpp2_block": [*BLOCK, "parallel.pipeline=2", "parallel.virtual_pipeline=2"],
     "pp2_vpp2_block_whole": [
-        *TWO_PHASE,
+        *BLOCK,
         "parallel.pipeline=2",
         "parallel.virtual_pipeline=2",
         "residual.cache_sources=false",
@@ -215,7 +213,6 @@ def _stages(stages: int, interleaved: int = 1) -> list[str]:
 
 
 _RECOMPUTE = "train.recompute=full"
-_TWO_PHASE = TWO_PHASE[-1]
 # One pass in float64 each, without an update: of every kind of attention residuals.
 FLOAT64 = {
     "float64_size1": _residual(1),
@@ -226,18 +223,18 @@ FLOAT64 = {
     "float64_full_recompute": _residual(None, _RECOMPUTE),
     "float64_size4_pp2": _residual(4, *_stages(2)),
     "float64_full_pp2": _residual(None, *_stages(2)),
-    "float64_size1_pp2_vpp2": _residual(1, *_stages(2, 2), _TWO_PHASE),
+    "float64_size1_pp2_vpp2": _residual(1, *_stages(2, 2)),
     "float64_size2_pp2_vpp3_recompute": _residual(2, *_stages(2, 3), _RECOMPUTE),
     "float64_size4_pp2_vpp2": _residual(4, *_stages(2, 2)),
     "float64_size4_pp2_vpp2_whole": _residual(4, *_stages(2, 2), "residual.cache_sources=false"),
     "float64_size12_pp2_vpp2": _residual(12, *_stages(2, 2)),
     "float64_full_pp2_vpp3_recompute": _residual(None, *_stages(2, 3), _RECOMPUTE),
-    "float64_full_tp2_sp": _residual(None, "parallel.tensor=2", _TWO_PHASE),
+    "float64_full_tp2_sp": _residual(None, "parallel.tensor=2"),
     "float64_full_cp2": _residual(None, "parallel.context=2"),
-    "float64_size1_pp3_recompute": _residual(1, *_stages(3), _RECOMPUTE, _TWO_PHASE),
+    "float64_size1_pp3_recompute": _residual(1, *_stages(3), _RECOMPUTE),
     "float64_size4_pp3_vpp2": _residual(4, *_stages(3, 2)),
     "float64_full_pp3": _residual(None, *_stages(3)),
-    "float64_size1_pp4": _residual(1, *_stages(4), _TWO_PHASE),
+    "float64_size1_pp4": _residual(1, *_stages(4)),
     "float64_size4_pp4_recompute": _residual(4, *_stages(4), _RECOMPUTE),
     "float64_size2_tp2_sp_pp2": _residual(2, *_stages(2), "parallel.tensor=2"),
     "float64_size12_ep2_pp2_recompute": _residual(12, *_stages(2), "parallel.expert=2", _RECOMPUTE),

@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron_ext.config.compose import compose
 from megatron_ext.config.residual import mix_sources
 from megatron_ext.config.schema import ResidualKind, ResidualOptions
-from megatron_ext.layers.attn_res import OutputMix
-from megatron_ext.layers.mix_norm import MixNorm
+from megatron_ext.layers.attn_res import MixNorm, OutputMix
 from megatron_ext.model.build import build_chunks
 from megatron_ext.observe.depth_health import (
     depth_metrics,

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.config.schema import RunConfig
-from megatron_ext.layers import mix_norm
-from megatron_ext.layers.mix_norm import MixNorm
+from megatron_ext.layers.attn_res import MixNorm
 from megatron_ext.ops.attn_res import depth_mix_reference
 from megatron_ext.optim.groups import parameter_groups
 from tests.support.one_rank import one_rank
@@ -66,74 +65,19 @@ def full_published(model: Any, config: RunConfig) -> Tensor:
     return depth_mix_reference(sources, end.query, end.key_weight, eps=eps)
 
 
-@pytest.fixture
-def phases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each first phase how many sources its bank has, of each second phase -1."""
-    seen: list[int] = []
-    one, two = mix_norm.first_phase, mix_norm.second_phase
-
-    def first(*args: Any, **options: Any) -> Any:
-        seen.append(options["bank_sources"])
-        return one(*args, **options)
-
-    def second(*args: Any, **options: Any) -> Any:
-        seen.append(-1)
-        return two(*args, **options)
-
-    monkeypatch.setattr(mix_norm, "first_phase", first)
-    monkeypatch.setattr(
-        mix_norm, "second_phase", lambda *a, **o: (seen.append(-1), two(*a, **o))[1]
-    )
-    return seen
-
-
 @pytest.mark.parametrize(
     ("layers", "block"), [(1, 2), (2, 2), (3, 2), (4, 2), (5, 2), (3, 1), (3, 12)]
 )
-def test_layers_follow_the_published_procedure(
-    groups: Any, phases: list[int], layers: int, block: int
-) -> None:
+def test_layers_follow_the_published_procedure(groups: Any, layers: int, block: int) -> None:
     model, config = build(
         groups, "residual=block", f"residual.block_size={block}", f"model.num_layers={layers}"
     )
     compare(model, published(model, config))
-    assert not phases  # `dense` mixes each time anew
 
 
-@pytest.mark.parametrize(
-    ("layers", "block", "banks"), [(6, 2, [3, 3]), (4, 1, [3, 4]), (3, 12, [])]
-)
-def test_layers_in_two_phases_follow_it_too(
-    groups: Any, phases: list[int], layers: int, block: int, banks: list[int]
-) -> None:
-    """The bank of a layer that opens a block has the sum that ends there; with up to two sources
-    in it a mix each is as cheap."""
-    model, config = build(
-        groups, "residual=block", f"residual.block_size={block}", f"model.num_layers={layers}",
-        "residual.backend=reference",
-    )  # fmt: skip
-    compare(model, published(model, config))
-    assert phases == [number for bank in banks for number in (bank, -1)]
-
-
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-def test_every_sublayer_is_a_source_of_full(groups: Any, phases: list[int], backend: str) -> None:
-    model, config = build(
-        groups, "residual=full", "model.num_layers=3", f"residual.backend={backend}"
-    )
+def test_every_sublayer_is_a_source_of_full(groups: Any) -> None:
+    model, config = build(groups, "residual=full", "model.num_layers=3")
     compare(model, full_published(model, config))
-    assert phases == ([] if backend == "dense" else [3, -1, 5, -1])
-
-
-def test_a_frozen_layer_passes_gradients_on_in_two_phases(groups: Any) -> None:
-    """Of one mix of a layer nothing is trained, then of the other."""
-    model, config = build(
-        groups, "residual=block", "residual.block_size=1", "model.num_layers=5",
-        "residual.backend=reference",
-    )  # fmt: skip
-    for number, name in ((2, "input_layernorm"), (3, "pre_mlp_layernorm")):
-        getattr(model.decoder.layers[number], name).requires_grad_(False)
-    compare(model, published(model, config))
 
 
 def compare(model: Any, exact: Tensor) -> None:
@@ -144,7 +88,7 @@ def compare(model: Any, exact: Tensor) -> None:
     )
     exact = F.rms_norm(exact, norm.weight.shape, norm.weight, norm.eps)
     torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-12)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = dict(model.named_parameters())
     del parameters["output_layer.weight"]
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     found = torch.autograd.grad(out, list(parameters.values()), upstream)
@@ -168,13 +112,9 @@ def test_zero_queries_start_as_the_plain_residual(groups: Any, kind: str) -> Non
         assert difference < tolerance
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("block", "dense"), ("full", "dense"), ("block", "reference")]
-)
-def test_recomputation_changes_no_gradient(groups: Any, kind: str, backend: str) -> None:
-    # By the formula in two phases: layers 2 to 4, where blocks have one layer.
-    block = 1 if backend == "reference" else 2
-    size = ["model.num_layers=5", f"residual.block_size={block}", f"residual.backend={backend}"]
+@pytest.mark.parametrize("kind", ["block", "full"])
+def test_recomputation_changes_no_gradient(groups: Any, kind: str) -> None:
+    size = ["model.num_layers=5", "residual.block_size=2"]
     grads, calls = {}, {}
     for recompute in ("none", "selective", "full"):
         model, _ = build(groups, f"residual={kind}", f"train.recompute={recompute}", *size)

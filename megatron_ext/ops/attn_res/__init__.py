@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +14,7 @@ from megatron_ext.ops import without_memory
 from megatron_ext.ops.attn_res import fla
 from megatron_ext.ops.attn_res.dense import depth_mix_dense, depth_weights
 from megatron_ext.ops.attn_res.gradients import with_gradient_sum
-from megatron_ext.ops.attn_res.reference import (
-    depth_mix_reference,
-    depth_weights_reference,
-    first_phase_reference,
-    second_phase_reference,
-)
+from megatron_ext.ops.attn_res.reference import depth_mix_reference, depth_weights_reference
 from megatron_ext.ops.backend import rejection, triton_misfit
 
 __all__ = [
@@ -31,8 +25,6 @@ __all__ = [
     "resolve_backend",
 ]
 
-
-_Run = Callable[..., Any]
 
 # Our kernel holds a row in registers, and takes a token's sources as arguments.
 TRITON_WIDTH, TRITON_SOURCES = 8192, 16
@@ -63,30 +55,26 @@ def resolve_backend(
 
 @cache
 def _rejection(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    from megatron_ext.ops.attn_res import triton as ours
+    from megatron_ext.ops.attn_res.triton import depth_mix_triton
 
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(3, width, generator=generator) / width**0.5
     vectors += torch.tensor([[0.0], [1.0], [1.0]])  # query, and weights of the two norms
     inputs = [*vectors, *torch.randn(3, 70, width, generator=generator)]
 
-    def by(run: _Run, first: _Run, second: _Run) -> Callable[..., Tensor]:
-        def readers(query: Tensor, key: Tensor, norm: Tensor, *sources: Tensor) -> Tensor:
-            last, *finished = sources
-            read = (*map(with_gradient_sum, finished), last)
-            form: dict[str, Any] = {"eps": 1e-5, "norm_weight": norm}
-            bank: dict[str, Any] = {"bank_query": 3 * query, "bank_key_weight": key}
-            out = run(read, query, key, **form) + run(read, 2 * query, key, **form)
-            mixed, begun = first(read, query, key, bank_sources=2, **bank, **form)
-            total: Tensor = out + mixed + second(begun, last, 3 * query, key, **form)
-            return total
+    def by(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def two_readers(query: Tensor, key: Tensor, norm: Tensor, *sources: Tensor) -> Tensor:
+            first, *finished = sources
+            read = (*map(with_gradient_sum, finished), first)
+            once = run(read, query, key, eps=1e-5, norm_weight=norm)
+            return once + run(read, 2 * query, key, eps=1e-5, norm_weight=norm)
 
-        return readers
+        return two_readers
 
     return rejection(
         "depth_mix",
-        fast=by(ours.depth_mix_triton, ours.first_phase_triton, ours.second_phase_triton),
-        slow=by(depth_mix_reference, first_phase_reference, second_phase_reference),
+        fast=by(depth_mix_triton),
+        slow=by(depth_mix_reference),
         inputs=[x.to(device, dtype) for x in inputs],
     )
 

@@ -8,28 +8,161 @@ two sums a source:
     mix = sum_j weight_j v_j      p_j = <v_j, dout * norm>      q_j = <v_j, mix>
     |mix|^2 = sum_j weight_j q_j  <mix, dout * norm> = sum_j weight_j p_j
 
-Kept for the backward pass are the sources and eight bytes a token and source; four more where a
-second query mixes them too. Sums over tokens are
+Kept for the backward pass are the sources and eight bytes a token and source. Sums over tokens are
 partial sums of a fixed number of programs: the same bits on every run.
 
-Shapes: T tokens, N sources, each [T, D]. Internal precision is float32. Formulas: `dense`, kernels:
-`triton_kernels`.
+Shapes: T tokens, N sources, each [T, D]. Internal precision is float32. Formulas: `dense`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_ext.ops.attn_res.gradients import GradientSum, gradient_sum
-from megatron_ext.ops.attn_res.reference import BankMix
-from megatron_ext.ops.attn_res.triton_kernels import _depth_mix_backward, _depth_mix_forward
 from megatron_ext.ops.launch import launch_settings, rows_of
+
+
+@triton.jit
+def _at(pointers, row, N: tl.constexpr, PADDED: tl.constexpr):
+    """Where a row of each source begins: [PADDED, 1]."""
+    number = tl.arange(0, PADDED)
+    found = pointers[0] + tl.zeros([PADDED], tl.int64)
+    for j in tl.static_range(1, N):
+        found = tl.where(number == j, pointers[j], found)
+    return (found + row)[:, None]
+
+
+@triton.jit
+def _partial(x, OWN: tl.constexpr):
+    """[PADDED, BLOCK] summed over neighbours that one thread has: [PADDED, BLOCK / OWN]."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // OWN, OWN]), 2)
+
+
+@triton.jit
+def _depth_mix_forward(
+    sources, query, key, norm, out, scores, inverses, width, eps,
+    N: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, PADDED)
+    at = _at(sources, token * width, N, PADDED)
+    lane = tl.arange(0, BLOCK)
+    squares = tl.zeros([PADDED, BLOCK // OWN], tl.float32)
+    products = tl.zeros([PADDED, BLOCK // OWN], tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        channel = start + lane
+        inside = channel < width
+        v = tl.load(at + channel[None, :], mask=(number < N)[:, None] & inside[None, :], other=0.0)
+        w = tl.load(query + channel, mask=inside, other=0.0).to(tl.float32)
+        w *= tl.load(key + channel, mask=inside, other=0.0).to(tl.float32)
+        v = v.to(tl.float32)
+        squares += _partial(v * v, OWN)
+        products += _partial(v * w[None, :], OWN)
+    inverse = tl.rsqrt(tl.sum(squares, 1) / width + eps)
+    score = tl.sum(products, 1) * inverse
+    tl.store(scores + token * N + number, score, mask=number < N)
+    tl.store(inverses + token * N + number, inverse, mask=number < N)
+    score = tl.where(number < N, score, -float("inf"))
+    weight = tl.exp(score - tl.max(score, 0))
+    weight /= tl.sum(weight, 0)
+    total = tl.zeros([BLOCK], tl.float32)
+    mixes = ()
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        channel = start + lane
+        inside = channel < width
+        v = tl.load(at + channel[None, :], mask=(number < N)[:, None] & inside[None, :], other=0.0)
+        mix = tl.sum(v.to(tl.float32) * weight[:, None], 0)
+        total += mix * mix
+        mixes = mixes + (mix,)
+    scale = tl.rsqrt(tl.sum(total, 0) / width + eps) if NORM else 1.0
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        channel = start + lane
+        inside = channel < width
+        mix = mixes[start // BLOCK] * scale
+        if NORM:
+            mix *= tl.load(norm + channel, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + token * width + channel, mix, mask=inside)
+
+
+@triton.jit(do_not_specialize=["added"])
+def _depth_mix_backward(
+    sources, d_sources, added, query, key, norm, grad, scores, inverses, d_w, d_norm,
+    tokens, turns, width, eps,
+    N: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    number = tl.arange(0, PADDED)
+    lane = tl.arange(0, BLOCK)
+    part = tl.arange(0, WIDTH // BLOCK)[:, None]
+    sums_w = tl.zeros([WIDTH // BLOCK, BLOCK], tl.float32)
+    sums_norm = tl.zeros([WIDTH // BLOCK, BLOCK], tl.float32)
+    for turn in range(turns):
+        token = tl.program_id(0).to(tl.int64) + turn * tl.num_programs(0)
+        there = token < tokens
+        row = token * width
+        at, to = _at(sources, row, N, PADDED), _at(d_sources, row, N, PADDED)
+        # Beyond the last token everything is zero: a weight of finite size times zero.
+        score = tl.load(scores + token * N + number, mask=(number < N) & there, other=0.0)
+        inverse = tl.load(inverses + token * N + number, mask=(number < N) & there, other=0.0)
+        weight = tl.where(number < N, score, -float("inf"))
+        weight = tl.exp(weight - tl.max(weight, 0))
+        weight /= tl.sum(weight, 0)
+        p = tl.zeros([PADDED, BLOCK // OWN], tl.float32)
+        q = tl.zeros([PADDED, BLOCK // OWN], tl.float32)
+        for start in range(0, WIDTH, BLOCK):
+            channel = start + lane
+            inside = (channel < width) & there
+            both = (number < N)[:, None] & inside[None, :]
+            v = tl.load(at + channel[None, :], mask=both, other=0.0).to(tl.float32)
+            given = tl.load(grad + row + channel, mask=inside, other=0.0).to(tl.float32)
+            if NORM:
+                given *= tl.load(norm + channel, mask=inside, other=0.0).to(tl.float32)
+            mix = tl.sum(v * weight[:, None], 0)
+            p += _partial(v * given[None, :], OWN)
+            q += _partial(v * mix[None, :], OWN)
+        dot, rest = tl.sum(p, 1), tl.sum(q, 1)
+        scale, along = 1.0, 0.0
+        if NORM:
+            scale = tl.rsqrt(tl.sum(weight * rest, 0) / width + eps)
+            along = tl.sum(weight * dot, 0) * scale * scale * scale / width
+            dot = dot * scale - rest * along
+        slope = weight * (dot - tl.sum(weight * dot, 0)) * inverse
+        # The key's norm takes out the part of the gradient that would only rescale v.
+        shrink = slope * score * inverse / width
+        for start in range(0, WIDTH, BLOCK):
+            channel = start + lane
+            inside = (channel < width) & there
+            both = (number < N)[:, None] & inside[None, :]
+            v = tl.load(at + channel[None, :], mask=both, other=0.0).to(tl.float32)
+            given = tl.load(grad + row + channel, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(query + channel, mask=inside, other=0.0).to(tl.float32)
+            w *= tl.load(key + channel, mask=inside, other=0.0).to(tl.float32)
+            through = given
+            if NORM:
+                mix = tl.sum(v * weight[:, None], 0)
+                sums_norm += tl.where(part == start // BLOCK, (given * mix * scale)[None, :], 0.0)
+                through *= tl.load(norm + channel, mask=inside, other=0.0).to(tl.float32) * scale
+                through -= mix * along
+            w_here = tl.sum(slope[:, None] * v, 0)
+            sums_w += tl.where(part == start // BLOCK, w_here[None, :], 0.0)
+            d_v = weight[:, None] * through[None, :] + slope[:, None] * w[None, :]
+            d_v -= shrink[:, None] * v
+            adds = both & (((added >> number) & 1) == 1)[:, None]
+            d_v += tl.load(to + channel[None, :], mask=adds, other=0.0)
+            tl.store(to + channel[None, :], d_v, mask=both)
+    row = tl.program_id(0).to(tl.int64) * width
+    channels = part * BLOCK + lane[None, :]
+    tl.store(d_w + row + channels, sums_w, mask=channels < width)
+    if NORM:
+        tl.store(d_norm + row + channels, sums_norm, mask=channels < width)
 
 
 def depth_mix_triton(
@@ -41,158 +174,65 @@ def depth_mix_triton(
     norm_weight: Tensor | None = None,
 ) -> Tensor:
     """See `ops.attn_res.depth_mix`. First derivatives only."""
-    out: Tensor = _DepthMix.apply(
-        query, key_weight, norm_weight, None, None, None, None, _Form(eps), *sources
-    )
+    out: Tensor = _DepthMix.apply(query, key_weight, norm_weight, eps, *sources)
     return out
 
 
-def first_phase_triton(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    key_weight: Tensor,
-    *,
-    bank_query: Tensor,
-    bank_key_weight: Tensor,
-    bank_sources: int,
-    eps: float,
-    norm_weight: Tensor | None = None,
-) -> tuple[Tensor, BankMix]:
-    """See `two_phase.first_phase`."""
-    form = _Form(eps, bank=bank_sources)
-    mixed, *bank = _DepthMix.apply(
-        query, key_weight, norm_weight, bank_query, bank_key_weight, None, None, form, *sources
-    )
-    return mixed, BankMix(*bank)
-
-
-def second_phase_triton(
-    bank: BankMix,
-    running: Tensor,
-    query: Tensor,
-    key_weight: Tensor,
-    *,
-    eps: float,
-    norm_weight: Tensor | None = None,
-) -> Tensor:
-    """See `two_phase.second_phase`."""
-    mixed, log_sum, slot = bank
-    out: Tensor = _DepthMix.apply(
-        query, key_weight, norm_weight, None, None, log_sum, slot, _Form(eps), mixed, running
-    )
-    return out
-
-
-class _Form(NamedTuple):
-    eps: float
-    bank: int = 0  # so many of the sources are mixed by the query of the bank too
-
-
-def _settings(
-    kernel: str, width: int, sources: int, *, bank: int = 0, merge: bool = False
-) -> dict[str, int]:
-    """No register spills; and where registers allow it, 16 warps run on a multiprocessor
-    (`tests/kernels/compile_main.py` counts them)."""
+def _settings(kernel: str, width: int, sources: int) -> dict[str, int]:
     padded = max(8, triton.next_power_of_2(width))
-    settings = dict(launch_settings(kernel, padded))
-    backward = kernel == "depth_mix_backward"
+    settings = launch_settings(kernel, padded)
     # A thread has some channels of every source: sums over sources stay inside of it. As many as
     # its registers hold.
     own = 8 if sources <= 8 else 4
-    if bank or (merge and backward):
-        own = 2 if backward and sources > 8 else 4
-    # Too many registers for two programs at once: one, twice as wide.
-    lone = (merge and backward) or (bank and sources > 8 and not backward)
-    if lone and 128 * own * settings["num_warps"] <= padded:
-        settings["num_warps"] *= 2
     block = min(padded, 32 * own * settings["num_warps"])
     return {"WIDTH": padded, "BLOCK": block, "OWN": own, **settings}
 
 
 class _DepthMix(torch.autograd.Function):
-    """The mix; with a bank also that of the bank, its score, and a slot for its gradient; with
-    `log_sum` the second phase, whose first source is that mix and has that score.
-
-    The mix of the bank has the dtype of the sources, and autograd would round its gradient to that.
-    Hence the slot: float32, of the same shape without memory, and its gradient is that of the mix.
-    """
-
     @staticmethod
     def forward(
         ctx: Any,
         query: Tensor,
         key_weight: Tensor,
         norm_weight: Tensor | None,
-        bank_query: Tensor | None,
-        bank_key_weight: Tensor | None,
-        log_sum: Tensor | None,
-        slot: Tensor | None,
-        form: _Form,
+        eps: float,
         *sources: Tensor,
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Tensor:
         rows = [rows_of(v).contiguous() for v in sources]
         (tokens, width), count = rows[0].shape, len(rows)
         out = torch.empty_like(rows[0])
-        bank = torch.empty_like(out) if form.bank else out
-        numbers = out.new_empty(3 if form.bank else 2, tokens, count, dtype=torch.float32)
-        ctx.merge = log_sum is not None
-        if log_sum is None:
-            log_sum = numbers.new_empty(tokens if form.bank else 0)
+        scores, inverses = rows[0].new_empty(2, tokens, count, dtype=torch.float32)
         if out.numel():
             _depth_mix_forward[(tokens,)](
                 tuple(rows),
                 query,
                 key_weight,
                 query if norm_weight is None else norm_weight,
-                query if bank_query is None else bank_query,
-                query if bank_key_weight is None else bank_key_weight,
                 out,
-                bank,
-                numbers[0],
-                numbers[1],
-                numbers[-1],
-                log_sum.contiguous(),
+                scores,
+                inverses,
                 width,
-                form.eps,
+                eps,
                 N=count,
                 PADDED=triton.next_power_of_2(count),
-                BANK=form.bank,
-                MERGE=ctx.merge,
                 NORM=norm_weight is not None,
-                **_settings("depth_mix_forward", width, count, bank=form.bank, merge=ctx.merge),
+                **_settings("depth_mix_forward", width, count),
             )
-        ctx.save_for_backward(
-            query, key_weight, norm_weight, bank_query, bank_key_weight, numbers, *rows
-        )
-        ctx.form, ctx.shape = form, sources[0].shape
+        ctx.save_for_backward(query, key_weight, norm_weight, scores, inverses, *rows)
+        ctx.eps, ctx.shape = eps, sources[0].shape
         ctx.sums = [gradient_sum(v) for v in sources]
-        if not form.bank:
-            return out.view(ctx.shape)
-        bank = bank.view(ctx.shape)
-        ctx.mark_non_differentiable(bank)
-        slot = numbers.new_empty(1).expand(ctx.shape)
-        return out.view(ctx.shape), bank, log_sum.view(ctx.shape[:-1]), slot
+        return out.view(ctx.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key_weight, norm_weight, bank_query, bank_key, numbers, *rows = ctx.saved_tensors
-        bank, merge, (tokens, width) = ctx.form.bank, ctx.merge, rows[0].shape
+        query, key_weight, norm_weight, scores, inverses, *rows = ctx.saved_tensors
+        tokens, width = rows[0].shape
         grad = rows_of(grads[0]).contiguous()
-        if merge:  # of the bank through the slot, in the kernel; what stands here is not written
-            d_last, added = _gradients(rows[1:], ctx.sums[1:])
-            d_rows, added = [rows[0], *d_last], added << 1
-        else:
-            d_rows, added = _gradients(rows, ctx.sums)
-        d_log_sum = d_bank = numbers
-        if bank:
-            d_log_sum, d_bank = grads[2].contiguous(), rows_of(grads[3]).contiguous()
-        elif merge:
-            d_log_sum, d_bank = numbers.new_empty(tokens), numbers.new_empty(tokens, width)
-        settings = _settings("depth_mix_backward", width, len(rows), bank=bank, merge=merge)
+        d_rows, added = _gradients(rows, ctx.sums)
+        settings = _settings("depth_mix_backward", width, len(rows))
         programs = min(tokens, settings.pop("PROGRAMS"))
-        # Of the query's key, of the norm, of the key of the bank.
-        sums = numbers.new_empty(3 if bank else 2, programs, width)
+        d_w, d_norm = rows[0].new_empty(2, programs, width, dtype=torch.float32)
         if programs:
             _depth_mix_backward[(programs,)](
                 tuple(rows),
@@ -201,43 +241,29 @@ class _DepthMix(torch.autograd.Function):
                 query,
                 key_weight,
                 query if norm_weight is None else norm_weight,
-                query if bank_query is None else bank_query,
-                query if bank_key is None else bank_key,
                 grad,
-                d_bank,
-                numbers[0],
-                numbers[1],
-                numbers[-1],
-                d_log_sum,
-                sums[0],
-                sums[1],
-                sums[-1],
+                scores,
+                inverses,
+                d_w,
+                d_norm,
                 tokens,
                 triton.cdiv(tokens, programs),
                 width,
-                ctx.form.eps,
+                ctx.eps,
                 N=len(rows),
                 PADDED=triton.next_power_of_2(len(rows)),
-                BANK=bank,
-                MERGE=merge,
                 NORM=norm_weight is not None,
                 **settings,
             )
-        along, *rest = sums.sum(1) if norm_weight is not None or bank else sums[:1].sum(1)
+        along = d_w.sum(0)
         return (
             (along * key_weight.float()).to(query.dtype),
             (along * query.float()).to(key_weight.dtype),
-            None if norm_weight is None else rest[0].to(norm_weight.dtype),
-            (rest[-1] * bank_key.float()).to(bank_query.dtype) if bank else None,
-            (rest[-1] * bank_query.float()).to(bank_key.dtype) if bank else None,
-            d_log_sum.view(ctx.shape[:-1]) if merge else None,
-            d_bank.view(ctx.shape) if merge else None,
+            None if norm_weight is None else d_norm.sum(0).to(norm_weight.dtype),
             None,
             *(
-                d.view(ctx.shape) if sum_here is None and needed else None
-                for d, sum_here, needed in zip(
-                    d_rows, ctx.sums, ctx.needs_input_grad[8:], strict=True
-                )
+                d.view(ctx.shape) if sum_here is None else None
+                for d, sum_here in zip(d_rows, ctx.sums, strict=True)
             ),
         )
 
