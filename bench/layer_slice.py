@@ -190,7 +190,7 @@ def measure(
     name: str, run: Callable[[], Any], *, flops: float, rate: float, device: torch.device
 ) -> Row:
     """A row of one version."""
-    took = milliseconds(run, device=device, waiting=False)
+    took = milliseconds(run, device=device)
     found = split(kernels(run, device=device))
     return {
         "version": name,

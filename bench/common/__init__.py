@@ -8,7 +8,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,29 +60,11 @@ def machine() -> str:
 
 
 def milliseconds(
-    function: Callable[[], object],
-    *,
-    device: torch.device,
-    repeats: int = 10,
-    warm_up: int = 3,
-    waiting: bool = True,
+    function: Callable[[], object], *, device: torch.device, repeats: int = 10, warm_up: int = 3
 ) -> float:
-    """Median of a call, by events on a GPU.
-
-    Args:
-        waiting: each call meets a GPU that has nothing to do, and the host's way to the first
-            kernel counts; else calls follow each other, as the layers of a model do.
-    """
+    """Median of a call, by events on a GPU."""
     for _ in range(warm_up):
         function()
-    if device.type == "cuda" and not waiting:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            function()
-            mark.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
     times = []
     for _ in range(repeats):
         if device.type == "cuda":
