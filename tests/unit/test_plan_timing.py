@@ -70,10 +70,10 @@ def test_groups_stretch_over_as_many_ranks_as_their_stride_says(kind: str, ranks
 @pytest.mark.parametrize(
     ("words", "seconds"),
     [
-        (("train.micro_batch_size=4",), 0.93),
-        (("train.micro_batch_size=4", "residual=block"), 0.95),
-        (("train.micro_batch_size=8", "data.sequence_length=8192", "train.recompute=full"), 1.18),
-        (("train.micro_batch_size=1", "data.sequence_length=65536", "train.recompute=full"), 1.8),
+        (("train.micro_batch_size=4",), 0.592),
+        (("train.micro_batch_size=4", "residual=block"), 0.601),
+        (("train.micro_batch_size=8", "data.sequence_length=8192", "train.recompute=full"), 0.767),
+        (("train.micro_batch_size=1", "data.sequence_length=65536", "train.recompute=full"), 1.46),
     ],
     ids=["fitted", "attention residuals", "recomputed", "long"],
 )
@@ -81,7 +81,7 @@ def test_time_that_one_h200_was_busy_is_predicted(words: tuple[str, ...], second
     config = compose([*MINI, "train.batch_tokens=65536", *words])
     stage = rehearse(config, 384, stage=0, imbalance=1.0)
     took = step_time(config, [stage], load_calibration(None), world_size=1)
-    # 9 % was the largest difference; the first row is what one of the speeds was fitted to.
+    # 10 % was the largest difference; the first row is what one of the speeds was fitted to.
     assert took.total == pytest.approx(seconds, rel=0.12)
 
 
