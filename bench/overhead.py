@@ -13,6 +13,7 @@ import gc
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,17 @@ WARM_UP = 5
 
 
 def bare_step(words: list[str], *, steps: int) -> float:
-    """Median seconds of a step by itself."""
+    """Median seconds from the end of one step to that of the next, with nothing in between."""
     config = compose(words, world_size=1)
     state = build_state(config, runtime.start(config.run))
     for _ in range(WARM_UP):
         train_step(state)
-    begin = time.perf_counter()
+    marks = [time.perf_counter()]
     for _ in range(steps):
         train_step(state)
-    seconds = (time.perf_counter() - begin) / steps
+        marks.append(time.perf_counter())
     runtime.stop()
-    return seconds
+    return statistics.median(b - a for a, b in pairwise(marks))
 
 
 def watched_steps(words: list[str]) -> dict[int, float]:

@@ -57,13 +57,15 @@ def host_copies(
     Args:
         tensors: any shapes and dtypes.
         pinned: into page-locked memory.
-        segment_bytes: of a piece of memory; one that holds a larger tensor is as large as that.
+        segment_bytes: of a piece of memory; the last one is no larger than what is left, one that
+            holds a larger tensor is as large as that. torch page-locks the next power of two.
     """
     copies: list[Tensor] = []
     segment, end = torch.empty(0, dtype=torch.uint8), 0
+    left = sum(_aligned(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:
-        if end + tensor.nbytes > len(segment):
-            size = max(segment_bytes, tensor.nbytes)
+        if end + tensor.nbytes > len(segment) and tensor.numel():
+            size = max(min(segment_bytes, left), tensor.nbytes)
             segment, end = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), 0
         # By way of numpy: a view would share the storage of all.
         copy = torch.empty(0, dtype=tensor.dtype)
@@ -73,5 +75,10 @@ def host_copies(
             )
         copies.append(copy.view(tensor.shape))
         copies[-1].copy_(tensor.detach(), non_blocking=pinned)
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        end += _aligned(tensor.nbytes)
+        left -= _aligned(tensor.nbytes)
     return copies
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -34,7 +34,8 @@ def fuse_copies(part: DistributedOptimizer) -> None:
             main.grad = grad
 
     def copy_weights() -> None:
-        torch._foreach_copy_(weights, mains)
+        if weights:  # this rank's share of the buffers may be padding alone
+            torch._foreach_copy_(weights, mains)
 
     part._copy_model_grads_to_main_grads = copy_grads
     part._copy_main_params_to_model_params = copy_weights

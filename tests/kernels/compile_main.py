@@ -58,7 +58,7 @@ HEALTH = {
     **dict.fromkeys(("slope", "bias", "numbers"), "*fp32"),
     **dict.fromkeys(("lower_bound", "limit"), "fp32"),
     **dict.fromkeys(("tokens", "width", "z_batch", "z_token", "z_head"), "i32"),
-    "histogram": "*i32",
+    "histogram": "*i64",
 }
 MIX = {
     **dict.fromkeys(("sources", "d_sources"), ("*bf16",) * 9),

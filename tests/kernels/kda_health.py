@@ -69,3 +69,14 @@ def test_rates_of_nothing_are_in_the_first_bin():
     found, wanted = both(Gate.softplus, torch.float32, bias=-200.0)
     assert wanted.sums[Sum.HISTOGRAM] == wanted.sums[Sum.GATES]
     compare(found, wanted)
+
+
+def test_a_gate_that_is_not_a_number_shows():
+    z = torch.zeros(1, 20, 1, 8, device=DEVICE)
+    z[0, 3, 0, 2] = float("nan")
+    health = AttentionHealth(DEVICE)
+    bias = torch.zeros(1, 8, device=DEVICE)
+    health._add_fused(z, bias[:, 0], bias, softplus=False, bound=-5.0)
+    assert health.sums[Sum.DECAY].isnan()
+    assert health.maxima[Maximum.TILE_DECAY].isnan()
+    assert health.sums[Sum.HISTOGRAM :].sum() == z.numel()

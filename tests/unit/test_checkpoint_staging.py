@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
+import pytest
 import torch
 
 from megatron_ext.checkpoint.staging import host_copies, to_host
@@ -32,6 +34,22 @@ def test_copies_are_whole_and_written_alone() -> None:
         torch.save(copy, file)
         assert len(file.getvalue()) < copy.nbytes + 4096
         assert copy.untyped_storage().nbytes() == copy.nbytes
+
+
+def test_no_more_memory_is_taken_than_there_is_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    plain = torch.empty
+
+    def empty(size: int, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.uint8:
+            sizes.append(size)
+        return plain(size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    tensors = [torch.zeros(1001), torch.zeros(0), torch.zeros(60), torch.zeros(200), torch.ones(3)]
+    host_copies(tensors, pinned=False, segment_bytes=1024)
+    # The large one alone; 256 + 832 bytes do not fit one piece; what is left is 832 and 64.
+    assert sizes == [0, 4004, 1024, 896]
 
 
 def test_tensors_in_main_memory_are_not_copied() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ext.checkpoint.state import optimizer_parts
 from megatron_ext.config.compose import compose
+from megatron_ext.optim.copies import fuse_copies
 from megatron_ext.parallel import cpu_support, runtime
 from megatron_ext.train.state import build_state
 from megatron_ext.train.step import train_step
@@ -55,3 +57,19 @@ def test_weights_and_gradients_are_what_megatron_core_copies(tmp_path: Path) -> 
                 main.data.zero_()
         assert all(map(torch.equal, *found))
         assert all(weight.abs().max() > 0 for weight in found[0])
+
+
+def test_a_rank_whose_share_is_padding_copies_nothing() -> None:
+    part = SimpleNamespace(
+        ddp_config=SimpleNamespace(
+            use_megatron_fsdp=False, fp8_param_gather=False, fp4_param_gather=False
+        ),
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
+        shard_fp32_from_float16_groups=[[]],
+        model_float16_groups=[[]],
+        shard_fp32_groups=[[]],
+        model_fp32_groups=[[]],
+    )
+    fuse_copies(part)  # type: ignore[arg-type]  # as much of an optimizer as is looked at
+    part._copy_model_grads_to_main_grads()
+    part._copy_main_params_to_model_params()

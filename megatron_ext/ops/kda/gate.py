@@ -48,19 +48,24 @@ def log_decay(
     """
     dtype = compute_dtype(z)
     shifted = z.to(dtype) + dt_bias.to(dtype)
-    if gate is Gate.bounded_plain:
-        if A_log is not None:
-            raise ValueError("A_log: given with gate bounded_plain, which has none; pass None")
-        return torch.sigmoid(shifted) * lower_bound
+    check_slope(A_log, gate)
     if A_log is None:
-        raise ValueError(
-            f"A_log: None with gate {gate.value}, which needs one value a head; "
-            "pass a tensor [H], or use gate bounded_plain"
-        )
+        return torch.sigmoid(shifted) * lower_bound
     slope = A_log.to(dtype).exp()[:, None]
     if gate is Gate.bounded:
         return torch.sigmoid(slope * shifted) * lower_bound
     return -slope * F.softplus(shifted)
+
+
+def check_slope(A_log: Tensor | None, gate: Gate) -> None:
+    """Raises ValueError: ``A_log`` is missing, or given to a gate without one."""
+    if gate is Gate.bounded_plain and A_log is not None:
+        raise ValueError("A_log: given with gate bounded_plain, which has none; pass None")
+    if gate is not Gate.bounded_plain and A_log is None:
+        raise ValueError(
+            f"A_log: None with gate {gate.value}, which needs one value a head; "
+            "pass a tensor [H], or use gate bounded_plain"
+        )
 
 
 def normalise(x: Tensor, *, scale: float = 1.0) -> Tensor:

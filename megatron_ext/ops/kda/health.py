@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_ext.config.schema import Gate
 from megatron_ext.ops.backend import triton_misfit
-from megatron_ext.ops.kda.gate import log_decay
+from megatron_ext.ops.kda.gate import check_slope, log_decay
 from megatron_ext.ops.kda.tiles import TILE
 
 # Rates (minus the log-decay, nats a token) are counted in bins of an eighth of an octave, from 1e-6
@@ -91,6 +91,7 @@ class AttentionHealth:
         Tiles are counted from the first token given, as the kernels do without documents.
         `first`: tokens of each row that are given by another call before.
         """
+        check_slope(A_log, gate)
         z = z[:, self._valid(first)]
         if not z.numel():  # this rank's part is all padding
             return

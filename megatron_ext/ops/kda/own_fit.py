@@ -15,8 +15,9 @@ from megatron_ext.errors import ConfigError
 
 HEAD_DIM = 128
 LOWEST_BOUND = -5.0
-# Compute capability of the GPUs on which it was run and its errors and times were measured. On
-# others it is offered by name: its largest kernel was made for this much memory on chip.
+# Compute capability of the GPUs on which it was run and its errors and times were measured (those
+# of rows in segments in the interpreter only, see docs/kda.md). On others it is offered by name:
+# its largest kernel was made for this much memory on chip.
 MEASURED = ((9, 0),)
 # Module and function of fla-core 0.6, with the arguments that are given by name.
 FLA = {
@@ -75,7 +76,7 @@ def misfits(
     gate: Gate,
     lower_bound: float,
 ) -> list[str]:
-    """Why this backend cannot run, all reasons; empty where it can.
+    """Why this backend cannot run, all that can be told without fla; empty where it can.
 
     fla is imported, on a GPU, where nothing else is in the way. On the meta device, where a plan
     counts memory, a stand-in runs.

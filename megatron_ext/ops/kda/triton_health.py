@@ -54,12 +54,15 @@ def _decay_health(
         found = tl.where(inside, octave.to(tl.int32), BINS)
         counts += tl.histogram(tl.reshape(found, [TILE * WIDTH]), ALL)
     at = (row * tl.num_programs(1) + head) * tl.num_programs(0) + part
-    tl.store(numbers + at * 4, tl.sum(decay, 0))
+    total = tl.sum(decay, 0)
+    tl.store(numbers + at * 4, total)
     tl.store(numbers + at * 4 + 1, tl.sum(low, 0).to(tl.float32))
     tl.store(numbers + at * 4 + 2, tl.sum(high, 0).to(tl.float32))
-    tl.store(numbers + at * 4 + 3, tl.max(most, 0))
+    # A maximum leaves NaN out: it comes by way of the sum.
+    tl.store(numbers + at * 4 + 3, tl.where(total == total, tl.max(most, 0), total))
     number = tl.arange(0, ALL)
-    tl.atomic_add(histogram + number, counts, mask=(number < BINS) & (counts > 0))
+    found = (number < BINS) & (counts > 0)
+    tl.atomic_add(histogram + number, counts.to(tl.int64), mask=found)
 
 
 def decay_statistics(
@@ -88,12 +91,12 @@ def decay_statistics(
 
     Returns:
         Sums of exp(g), of gates at the lower end and at the upper, float64 [3]; the largest sum of
-        rates over a tile, float64 scalar; counts of rates by bin, int32 [bins].
+        rates over a tile, float64 scalar; counts of rates by bin, int64 [bins].
     """
     batch, tokens, heads, width = z.shape
     grid = (triton.cdiv(tokens, tile * TILES), heads, batch)
     numbers = torch.empty(grid[0] * heads * batch, 4, dtype=torch.float32, device=z.device)
-    histogram = torch.zeros(bins, dtype=torch.int32, device=z.device)
+    histogram = torch.zeros(bins, dtype=torch.int64, device=z.device)
     _decay_health[grid](
         z, slope.float().contiguous(), bias.float().contiguous(), numbers, histogram,
         tokens, width, z.stride(0), z.stride(1), z.stride(2), lower_bound, saturated,
