@@ -125,9 +125,10 @@ def _attention(
     here = [kinds[n] for chunk in stage_layers(parallel, model.num_layers)[stage] for n in chunk]
     tokens = micro_batches * config.train.micro_batch_size * length / parallel.context
     again = config.train.recompute is not Recompute.none
-    linear = calibration.kda_ns + (calibration.kda_forward_ns if again else 0.0)
+    linear = calibration.kda_ns
     if model.kda.gate is Gate.softplus:
         linear *= calibration.kda_softplus_factor
+    linear += calibration.kda_forward_ns if again else 0.0
     linear *= model.kda.num_heads / parallel.tensor * model.kda.head_dim / 128 / 1e9
     flops = mla_core_flops(model.mla, sequence_length=length) / parallel.tensor
     full = flops * (4 / 3 if again else 1) / calibration.attention_tflops / 1e12

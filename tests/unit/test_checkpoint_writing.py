@@ -5,10 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 
+import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
 from megatron_ext.checkpoint.checksums import Entry
-from megatron_ext.checkpoint.writing import Report
+from megatron_ext.checkpoint.staging import to_host
+from megatron_ext.checkpoint.writing import Report, with_checksums
 
 
 def test_a_long_report_of_a_writer_that_has_ended_is_read() -> None:
@@ -35,3 +41,11 @@ def test_a_writer_that_was_killed_is_an_error() -> None:
     report.take(results)
     assert report.entries == {}
     assert str(results.get_nowait()) == "it died"
+
+
+def test_a_save_copies_to_main_memory_our_way(tmp_path: Path) -> None:
+    buckets = [("path", "name", ([], [("item", torch.ones(3))]))]
+    given = AsyncRequest(print, (0, buckets, SimpleQueue()), [], preload_fn=list)
+    request, _ = with_checksums(given, carried=None, folder=tmp_path)
+    assert isinstance(request.preload_fn, partial)
+    assert (request.preload_fn.func, request.preload_fn.args) == (to_host, (buckets,))

@@ -79,15 +79,7 @@ def misfits(
     """Why this backend cannot run, all that can be told without fla; empty where it can.
 
     fla is imported, on a GPU, where nothing else is in the way. On the meta device, where a plan
-    counts memory, a stand-in runs.
-
-    Args:
-        device: of the tensors.
-        dtype: of queries, keys and values; where they differ, the one that holds all of them.
-        head_dim: width K of a key head.
-        value_dim: width V of a value head.
-        gate: form of the decay gate.
-        lower_bound: smallest log-decay a token, in nats.
+    counts memory, a stand-in runs. Arguments as ``megatron_ext.ops.kda.resolve_backend``.
     """
     reasons = []
     if device.type not in ("cuda", "meta"):
