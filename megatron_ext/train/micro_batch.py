@@ -87,7 +87,7 @@ def train_inputs(
     mask, source, position = (
         _copy(array, device) for array in (batch.loss_mask, batch.source, batch.position)
     )
-    starts = torch.tensor(buckets[1:], dtype=torch.int32, device=device)
+    starts = _copy(np.array(buckets[1:], np.int32), device)
     bucket = torch.bucketize(position, starts, right=True)
     members = one_hot(source, sources, bucket, len(buckets))
     return TrainInputs(model_inputs(batch, model, device=device, share=share), mask, members)
@@ -129,4 +129,8 @@ def forward(
 
 
 def _copy(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    # From memory that is not page-locked the copy would wait for what the device still computes.
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -91,13 +91,16 @@ def train_step(state: TrainState, judge: Judge = must_be_finite) -> dict[str, fl
     state.optimizer.zero_grad()
     made_of = next_statistics(state)
     feeds = [Waited(next_batches(state)) for _ in state.chunks]
-    losses = run_schedule(state, feeds, micro_batch_count(state), forward_only=False)
-    loss = losses.mean
+    # The device is waited for when all of its work up to the update is queued, and what is read of
+    # the balancers before the update is: it computes that while the host begins the next step.
+    sums = summed_passes(state, feeds, micro_batch_count(state), forward_only=False)
     set_learning_rate(state.optimizer, lr)
     grad_norm = gradient_norm(state.optimizer)
+    losses = read_losses(state, sums)
+    loss = losses.mean
     if judge(loss, grad_norm):
-        apply_update(state.optimizer, grad_norm=grad_norm)
         state.loads = balance.update(state.chunks, state.mesh)
+        apply_update(state.optimizer, grad_norm=grad_norm)
     else:
         balance.discard(state.chunks)
         state.loads = []
@@ -167,6 +170,17 @@ def run_schedule(
     Args:
         feeds, count, forward_only: as for `run_passes`.
     """
+    return read_losses(state, summed_passes(state, feeds, count, forward_only=forward_only))
+
+
+def summed_passes(
+    state: TrainState,
+    feeds: list[Waited],
+    count: int,
+    *,
+    forward_only: bool,
+) -> torch.Tensor:
+    """`run_passes` with its sums over all ranks, which are not waited for."""
     sums = run_passes(state, feeds, count, forward_only=forward_only)
     timers = state.tc.timers
     if timers is not None:
@@ -176,6 +190,11 @@ def run_schedule(
     dist.all_reduce(sums, group=state.mesh.pp)
     if timers is not None:
         timers(LOSSES).stop()
+    return sums
+
+
+def read_losses(state: TrainState, sums: torch.Tensor) -> Losses:
+    """The sums of `summed_passes` on the host."""
     buckets = position_buckets(state)
     (total, position_total), (tokens, position_tokens) = (
         row.split([len(state.sources), len(buckets)]) for row in sums.cpu()

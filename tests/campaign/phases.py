@@ -109,7 +109,7 @@ def _forward(kill: Kill) -> None:
     def training(*args: Any, forward_only: bool) -> bool:
         return not forward_only
 
-    _wrap(step, "run_schedule", kill, begin, training)
+    _wrap(step, "run_passes", kill, begin, training)
 
 
 def _optimizer(kill: Kill) -> None:
