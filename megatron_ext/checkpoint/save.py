@@ -27,6 +27,7 @@ from megatron_ext.checkpoint import carry, history, paths, rng, state
 from megatron_ext.checkpoint.carry import Carried
 from megatron_ext.checkpoint.checksums import Entry
 from megatron_ext.checkpoint.history import History
+from megatron_ext.checkpoint.staging import Staging
 from megatron_ext.checkpoint.writing import Report, shielded, with_checksums, without_helper
 from megatron_ext.config.trainable import Trainable
 from megatron_ext.errors import CheckpointError
@@ -79,6 +80,7 @@ class Checkpointer:
         #: How long the last save took from its call until `latest` named it, in seconds.
         self.save_seconds: float | None = None
         self._queue = AsyncCallsQueue(persistent=False)
+        self._staging = Staging()
         # Kept between saves: it remembers which rank writes which replica.
         self._strategy = FullyParallelSaveStrategyWrapper(
             TorchDistSaveShardedStrategy(), mesh.dp_cp, do_cache_distribution=True
@@ -158,6 +160,7 @@ class Checkpointer:
         share = self._carried.shares[dist.get_rank()] if self._carried is not None else None
         request, self._report = with_checksums(
             request,
+            staging=self._staging,
             carried=share if share is not None and share.pieces else None,
             folder=self._temporary,
         )

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import (
 
 from megatron_ext.checkpoint.carry import Share
 from megatron_ext.checkpoint.checksums import ChecksumStream, Entry, sync
-from megatron_ext.checkpoint.staging import Bucket, to_host
+from megatron_ext.checkpoint.staging import Bucket, Staging
 
 
 class Report:
@@ -67,13 +67,14 @@ def without_helper() -> None:
 
 
 def with_checksums(
-    request: AsyncRequest, *, carried: Share | None, folder: Path
+    request: AsyncRequest, *, staging: Staging, carried: Share | None, folder: Path
 ) -> tuple[AsyncRequest, Report]:
-    """Let a save copy tensors in `staging`, and its writer take checksums of what it writes.
+    """Let a save copy tensors to `staging`, and its writer take checksums of what it writes.
 
     Args:
         request: what megatron-core made of a save; its copying to main memory and its writer are
             replaced by ours.
+        staging: where it copies tensors to; no earlier writer may read there any more.
         carried: what it is to copy from an earlier checkpoint into `folder`.
 
     Returns:
@@ -87,7 +88,7 @@ def with_checksums(
         return request, report
     take = partial(report.take, request.async_fn_args[2])
     request = request._replace(
-        preload_fn=partial(to_host, request.async_fn_args[1]),
+        preload_fn=partial(staging.to_host, request.async_fn_args[1]),
         async_fn=partial(_write, report, carried, folder),
         finalize_fns=[take, *request.finalize_fns],
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+import mmap
+import os
 
 import pytest
 import torch
 
-from megatron_ext.checkpoint.staging import host_copies, to_host
+from megatron_ext.checkpoint.staging import Staging
 
 
 def test_copies_are_whole_and_written_alone() -> None:
@@ -22,7 +23,9 @@ def test_copies_are_whole_and_written_alone() -> None:
         torch.zeros(0, 3),
     ]
     wanted = [tensor.clone() for tensor in tensors]
-    copies = host_copies(tensors, pinned=False, segment_bytes=1024)  # some tensors are larger
+    staging = Staging(locked=False, piece_bytes=1024)  # some tensors are larger
+    staging.copies([torch.ones(900), torch.ones(3)])  # of a save before
+    copies = staging.copies(tensors)
     for tensor in tensors:
         tensor.zero_()
     for copy, right in zip(copies, wanted, strict=True):
@@ -36,25 +39,41 @@ def test_copies_are_whole_and_written_alone() -> None:
         assert copy.untyped_storage().nbytes() == copy.nbytes
 
 
-def test_no_more_memory_is_taken_than_there_is_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_taken_once_and_no_more_than_there_is_to_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes: list[int] = []
-    plain = torch.empty
+    plain = mmap.mmap
 
-    def empty(size: int, **options: Any) -> torch.Tensor:
-        if options.get("dtype") is torch.uint8:
-            sizes.append(size)
-        return plain(size, **options)
+    def take(number: int, size: int) -> mmap.mmap:
+        sizes.append(size)
+        return plain(number, size)
 
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(mmap, "mmap", take)
     tensors = [torch.zeros(1001), torch.zeros(0), torch.zeros(60), torch.zeros(200), torch.ones(3)]
-    host_copies(tensors, pinned=False, segment_bytes=1024)
+    staging = Staging(locked=False, piece_bytes=1024)
+    staging.copies(tensors)
     # The large one alone; 256 + 832 bytes do not fit one piece; what is left is 832 and 64.
-    assert sizes == [0, 4004, 1024, 896]
+    assert sorted(sizes) == [896, 1024, 4004]
+    staging.copies(tensors)
+    assert len(sizes) == 3
+    *_, copy = staging.copies([*tensors, torch.ones(20)])
+    assert sorted(sizes) == [128, 896, 1024, 4004]
+    assert torch.equal(copy, torch.ones(20))
+
+
+def test_a_forked_writer_reads_what_was_copied_before_it() -> None:
+    (copy,) = Staging(locked=False).copies([torch.arange(5, dtype=torch.uint8)])
+    if not (child := os.fork()):
+        os._exit(0 if copy.tolist() == [0, 1, 2, 3, 4] else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_tensors_in_main_memory_are_not_copied() -> None:
     tensor = torch.arange(6).view(2, 3)
-    ((path, name, (objects, tensors)),) = to_host([("p", "n", ([("o", b"1")], [("t", tensor)]))])
+    ((path, name, (objects, tensors)),) = Staging().to_host(
+        [("p", "n", ([("o", b"1")], [("t", tensor)]))]
+    )
     assert (path, name, objects) == ("p", "n", [("o", b"1")])
     assert tensors[0][0] == "t"
     assert tensors[0][1] is tensor

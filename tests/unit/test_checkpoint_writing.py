@@ -13,7 +13,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron_ext.checkpoint.checksums import Entry
-from megatron_ext.checkpoint.staging import to_host
+from megatron_ext.checkpoint.staging import Staging
 from megatron_ext.checkpoint.writing import Report, with_checksums
 
 
@@ -46,6 +46,7 @@ def test_a_writer_that_was_killed_is_an_error() -> None:
 def test_a_save_copies_to_main_memory_our_way(tmp_path: Path) -> None:
     buckets = [("path", "name", ([], [("item", torch.ones(3))]))]
     given = AsyncRequest(print, (0, buckets, SimpleQueue()), [], preload_fn=list)
-    request, _ = with_checksums(given, carried=None, folder=tmp_path)
+    staging = Staging()
+    request, _ = with_checksums(given, staging=staging, carried=None, folder=tmp_path)
     assert isinstance(request.preload_fn, partial)
-    assert (request.preload_fn.func, request.preload_fn.args) == (to_host, (buckets,))
+    assert (request.preload_fn.func, request.preload_fn.args) == (staging.to_host, (buckets,))
