@@ -64,14 +64,25 @@ class SituFeedForward(ShardedModule):
             tp_group=tp_group,
         )
 
-    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        padding_mask: Tensor | None = None,
+        *,
+        first: Tensor | None = None,
+    ) -> tuple:
         """[s/tp, b, h] to ([s/tp, b, h], None): megatron-core's (output, bias) pair.
 
-        `padding_mask` is for routed experts; a dense layer treats every position alike.
+        Args:
+            padding_mask: is for routed experts; a dense layer treats every position alike.
+            first: what `fc1` gives for the entered input, where it was computed already.
         """
-        entered = enter_tensor_parallel(hidden_states, config=self.config, tp_group=self.tp_group)
+        if first is None:
+            first = self.fc1(
+                enter_tensor_parallel(hidden_states, config=self.config, tp_group=self.tp_group)
+            )
         hidden = situ_glu(
-            self.fc1(entered),
+            first,
             beta=self.beta,
             linear_beta=self.linear_beta,
             backend=self.kernels.backend,

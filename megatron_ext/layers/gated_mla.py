@@ -37,6 +37,7 @@ from megatron_ext.layers.linears import (
     context_group,
     enter_tensor_parallel,
     local_share,
+    project_together,
     recompute_core,
     row_parallel,
     tensor_group,
@@ -158,17 +159,19 @@ class GatedMLA(ShardedModule):
             unused: megatron-core's keywords for rotary positions and inference.
         """
         options = self.options
-        x = None
+        x = hidden_states
         if self.q_down is None or self.gate is not None:
             x = self._enter(hidden_states)
-        q_input = x
-        if self.q_down is not None and self.q_latent_norm is not None:
-            q_input = self._enter(self.q_latent_norm(self.q_down(hidden_states)))
-        latent, shared_key = self.kv_down(hidden_states).split(
-            [options.kv_lora_rank, options.qk_rope_head_dim], dim=-1
+        *gates, q, kv = project_together(
+            *([] if self.gate is None else [(x, self.gate)]),
+            (x, self.q_up) if self.q_down is None else (hidden_states, self.q_down),
+            (hidden_states, self.kv_down),
         )
+        if self.q_latent_norm is not None:
+            q = self.q_up(self._enter(self.q_latent_norm(q)))
+        latent, shared_key = kv.split([options.kv_lora_rank, options.qk_rope_head_dim], dim=-1)
         entered = self._enter(torch.cat([self.kv_latent_norm(latent), shared_key], dim=-1))
-        core_inputs = (self.q_up(q_input), entered, packed_seq_params)
+        core_inputs = (q, entered, packed_seq_params)
         core: Callable[..., Tensor] = self._core
         if self.cp_group is not None:
             core = partial(self._context_core, group=self.cp_group)
@@ -177,10 +180,10 @@ class GatedMLA(ShardedModule):
             o = checkpoint(core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             o = core(*core_inputs)
-        if self.gate is None:
+        if not gates:
             o = o.flatten(-2).transpose(0, 1).contiguous()
         else:
-            gate = self.gate(x)
+            gate = gates[0]
             # Gradients are off in the first of the two passes of a layer that is recomputed.
             if self.health is not None and self.training and torch.is_grad_enabled():
                 logits = gate.transpose(0, 1)

@@ -12,7 +12,7 @@ All weights are head-major, so tensor parallelism is a plain split.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -41,6 +41,7 @@ from megatron_ext.layers.linears import (
     context_group,
     enter_tensor_parallel,
     local_share,
+    project_together,
     recompute_core,
     row_parallel,
     tensor_group,
@@ -188,41 +189,49 @@ class KimiDeltaAttention(ShardedModule):
                 convolution start anew at each. Under context parallelism those of the whole row.
             unused: megatron-core's keywords for rotary positions and inference.
         """
-        x = enter_tensor_parallel(hidden_states, config=self.config, tp_group=self.tp_group)
-        decay = enter_tensor_parallel(
-            self.decay_down(hidden_states), config=self.config, tp_group=self.tp_group
+        x, size = self._enter(hidden_states), self.segment_tokens
+        segmented = size is not None and x.shape[0] > size
+        downs = [module for module in (self.decay_down, self.gate_down) if module is not None]
+        made = project_together(
+            *((hidden_states, module) for module in downs),
+            *(() if segmented else ((x, module) for module in self.readers())),
         )
-        inputs: tuple[Tensor, ...] = (x, decay)
-        if self.gate_down is not None:
-            low = self.gate_down(hidden_states)
-            low = enter_tensor_parallel(low, config=self.config, tp_group=self.tp_group)
-            inputs = (x, decay, low)
+        low = [self._enter(y) for y in made[: len(downs)]]
         # Gradients are off in the first of the two passes of a layer that is recomputed.
         health = self.health if self.training and torch.is_grad_enabled() else None
-        size = self.segment_tokens
-        if size is not None and x.shape[0] > size:
+        if size is not None and segmented:
+            inputs = (x, *low)
             heads = heads_by_segments(self, inputs, packed_seq_params, size=size, health=health)
         else:
-            heads = self._heads(inputs, packed_seq_params, health=health)
+            heads = self._heads(low, made[len(downs) :], packed_seq_params, health=health)
         return self.out(heads if self.share is None else self.share(heads))
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return enter_tensor_parallel(x, config=self.config, tp_group=self.tp_group)
+
+    def readers(self) -> list[ColumnShard]:
+        """The maps of the entered hidden states: to qkv, to beta and, of full rank, to the gate."""
+        return [self.qkv, self.beta, *([self.gate_up] if self.gate_down is None else [])]
 
     def _heads(
         self,
-        inputs: tuple[Tensor, ...],
+        low: Sequence[Tensor],
+        made: Sequence[Tensor],
         packed_seq_params: PackedSeqParams | None,
         *,
         health: AttentionHealth | None,
     ) -> Tensor:
-        """All tokens at once: what is projected, [s, b, *], to gated heads [s, b, H*K]."""
-        x, decay = inputs[:2]
-        core_inputs = (self.qkv(x), self.decay_up(decay), self.beta(x), packed_seq_params)
+        """All tokens at once: what is of low rank and what `readers` gave, all [s, b, *], to gated
+        heads [s, b, H*K]."""
+        qkv, beta, *full = made
+        core_inputs = (qkv, self.decay_up(low[0]), beta, packed_seq_params)
         core = partial(self._core, keep_state=health is not None)
         if self.training and recompute_core(self.config):
             # Nothing in the core is random, so no generator state has to be kept.
             o, state = checkpoint(core, *core_inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             o, state = core(*core_inputs)
-        gate = self.gate_up(inputs[-1] if self.gate_down is not None else x)
+        gate = full[0] if full else self.gate_up(low[1])
         if health is not None:
             self.measure(health, core_inputs[1], core_inputs[2], gate, state)
         return self.norm(o, gate)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_ext.layers.linears import project_together
 from megatron_ext.ops.kda import kda
 from megatron_ext.ops.kda.health import AttentionHealth
 from megatron_ext.ops.kda.segments import context_segments
@@ -107,10 +108,11 @@ class _Segments:
     def step(self, number: int, parts: Tensors, carry: Tensors) -> tuple[Tensor, Tensors]:
         """Heads of segment `number`; hands on the convolution's last inputs and the state."""
         layer, span = self.layer, self.spans[number]
-        z, beta = layer.decay_up(parts[1]), layer.beta(parts[0])
-        heads, tail = self._convolved(parts[0], carry[0], span)
+        qkv, beta, *full = project_together(*((parts[0], module) for module in layer.readers()))
+        z = layer.decay_up(parts[1])
+        heads, tail = self._convolved(qkv, carry[0], span)
         o, final = self._attend(heads, z, beta, carry[1], span)
-        gate = layer.gate_up(parts[-1] if layer.gate_down is not None else parts[0])
+        gate = full[0] if full else layer.gate_up(parts[2])
         # Gradients are on where a segment is computed again.
         if self.health is not None and not torch.is_grad_enabled():
             ended = final if span.ended else final[: len(final) - len(carry[1])]
@@ -122,17 +124,17 @@ class _Segments:
         """`step` without heads, of a state and, if there is one, a transition [b, H, K, K]."""
         layer, span = self.layer, self.spans[number]
         z, beta = layer.decay_up(parts[1]), layer.beta(parts[0])
-        (q, k, v), tail = self._convolved(parts[0], carry[0], span)
+        (q, k, v), tail = self._convolved(layer.qkv(parts[0]), carry[0], span)
         found = []
         for state, value in zip(carry[1:], (v, torch.zeros_like(v)), strict=False):
             _, final = self._attend((q, k, value), z, beta, state, span)
             found.append(final[len(final) - len(state) :])
         return tail, *found
 
-    def _convolved(self, x: Tensor, tail: Tensor, span: Span) -> tuple[Tensors, Tensor]:
+    def _convolved(self, qkv: Tensor, tail: Tensor, span: Span) -> tuple[Tensors, Tensor]:
         """Queries, keys and values [b, s, H, K], and the last W - 1 rows before the convolution."""
         layer, halo = self.layer, len(tail)
-        rows = after_tail(tail, layer.qkv(x), before=span.before)
+        rows = after_tail(tail, qkv, before=span.before)
         bounds = span.cu_seqlens
         heads = qkv_conv(
             rows,

@@ -40,7 +40,7 @@ from megatron_ext.config.schema import (
 )
 from megatron_ext.layers.experts import StackedExperts
 from megatron_ext.layers.feed_forward import SituFeedForward
-from megatron_ext.layers.linears import DuplicatedLinear, ShardedModule
+from megatron_ext.layers.linears import DuplicatedLinear, ShardedModule, project_together
 from megatron_ext.layers.norms import RMSNorm
 from megatron_ext.layers.router import BalancedRouter
 from megatron_ext.ops.expert_rows import (
@@ -272,7 +272,13 @@ class LatentMoE(ShardedModule):
         if padding_mask is not None:
             padding_mask = self._my_part(padding_mask.transpose(0, 1), hidden_states.shape[0])
         weights, chosen = self.router(hidden_states, padding_mask)
-        latent = hidden_states if self.down is None else self.down(hidden_states)
+        first = None
+        if self.down is not None and self.shared is not None and self.tp_group.size() == 1:
+            latent, first = project_together(
+                (hidden_states, self.down), (hidden_states, self.shared.fc1)
+            )
+        else:
+            latent = hidden_states if self.down is None else self.down(hidden_states)
         # Without sequence parallelism every tensor parallel rank has all tokens: each takes its
         # share of them to the experts, and hands the others what came back.
         shared_out = self.config.sequence_parallel or self.tp_group.size() == 1
@@ -295,7 +301,7 @@ class LatentMoE(ShardedModule):
         if self.up is not None:
             out = self.up(out)
         if self.shared is not None:
-            out = out + self.shared(hidden_states)[0]
+            out = out + self.shared(hidden_states, first=first)[0]
         return out, None
 
     def _in_chunks(self, rows: Tensor, weights: Tensor, chosen: Tensor, *, exact: bool) -> Tensor:

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initializers import Initializer, parameter
+from megatron_ext.ops.projections import project
 
 
 class ShardedModule(MegatronModule):
@@ -113,8 +114,11 @@ def enter_tensor_parallel(
     """The whole sequence [s,b,*], for use by split weights; gradients are summed over the ranks.
 
     With sequence parallelism an all-gather of [s/tp,b,*] whose backward is a reduce-scatter, else
-    the identity whose backward is an all-reduce.
+    the identity whose backward is an all-reduce. On one rank it is x itself, so that
+    `project_together` sees one input.
     """
+    if tp_group.size() == 1:
+        return x
     if config.sequence_parallel:
         return tensor_parallel.gather_from_sequence_parallel_region(x, group=tp_group)
     return tensor_parallel.copy_to_tensor_model_parallel_region(x, group=tp_group)
@@ -145,9 +149,10 @@ class DuplicatedLinear(ShardedModule):
             sequence_parallel=config.sequence_parallel,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [s/tp, b, in] to [s/tp, b, out], same dtype."""
-        return F.linear(x, self.weight)
+    def forward(self, x: Tensor | None) -> Tensor:
+        """x [s/tp, b, in] to [s/tp, b, out], same dtype. None gives the matrix [out, in]: see
+        `ColumnShard`."""
+        return self.weight if x is None else F.linear(x, self.weight)
 
 
 class ColumnShard(ShardedModule):
@@ -190,6 +195,20 @@ class ColumnShard(ShardedModule):
         """
         weight = self.weight.flatten(0, -2)
         return weight if x is None else F.linear(x, weight)
+
+
+def project_together(*uses: tuple[Tensor, DuplicatedLinear | ColumnShard]) -> list[Tensor]:
+    """Each linear of its input. Those of one and the same tensor add up its gradient themselves:
+    see `ops.projections`, where the sum begins with the last."""
+    alike: dict[int, list[int]] = {}
+    for place, (x, _) in enumerate(uses):
+        alike.setdefault(id(x), []).append(place)
+    made: dict[int, Tensor] = {}
+    for places in alike.values():
+        x = uses[places[0]][0]
+        outputs = project(x, [uses[place][1](None) for place in places])
+        made.update(zip(places, outputs, strict=True))
+    return [made[place] for place in range(len(uses))]
 
 
 def row_parallel(

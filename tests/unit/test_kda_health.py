@@ -182,22 +182,19 @@ def test_gates_and_the_state_of_a_layer_are_their_definitions(
     layer = KimiDeltaAttention(small_config(), options=KDA, pg_collection=groups)
     draw(layer)
     seen: dict[str, Tensor] = {}
-    for name in ("beta", "gate_up"):
-        getattr(layer, name).register_forward_hook(
-            lambda _, __, out, name=name: seen.update({name: out.detach()})
-        )
+    layer.norm.register_forward_pre_hook(lambda _, given: seen.update(gate=given[1].detach()))
     core = layer._core
 
     def keep(*args: Tensor, keep_state: bool) -> tuple[Tensor, Tensor | None]:
         o, state = core(*args, keep_state=keep_state)
         assert state is not None
-        seen["state"] = state.detach()
+        seen.update(state=state.detach(), beta=args[2].detach())
         return o, state
 
     layer._core = keep
     found = record(layer).values
     assert found["beta_mean"] == pytest.approx(float(torch.sigmoid(seen["beta"]).mean()))
-    gate = float(torch.sigmoid(seen["gate_up"]).mean())
+    gate = float(torch.sigmoid(seen["gate"]).mean())
     assert found["output_gate_mean"] == pytest.approx(gate)
     assert seen["state"].shape == (2, 3, 8, 8)
     norms = seen["state"].square().sum((-1, -2)).sqrt()
