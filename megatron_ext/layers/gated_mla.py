@@ -247,8 +247,10 @@ class GatedMLA(ShardedModule):
         """Documents that lie here as a whole: as `_core`, to [b, s, H, V]."""
         options, heads = self.options, self.local_heads
         latent, shared_key = entered.split([options.kv_lora_rank, options.qk_rope_head_dim], dim=-1)
-        q, kv = (x.transpose(0, 1).unflatten(-1, (heads, -1)) for x in (q, self.kv_up(latent)))
-        key, value = kv.split([options.qk_nope_head_dim, options.v_head_dim], dim=-1)
+        q, kv = (x.unflatten(-1, (heads, -1)) for x in (q, self.kv_up(latent)))
+        # Cut before the batch comes to the front, so that gradients are joined as `kv_up` reads.
+        parts = kv.split([options.qk_nope_head_dim, options.v_head_dim], dim=-1)
+        q, key, value = (x.transpose(0, 1) for x in (q, *parts))
         shared = shared_key.transpose(0, 1).unsqueeze(-2).expand(-1, -1, heads, -1)
         return self.core_attention(
             q,

@@ -224,7 +224,9 @@ class KimiDeltaAttention(ShardedModule):
         """All tokens at once: what is of low rank and what `readers` gave, all [s, b, *], to gated
         heads [s, b, H*K]."""
         qkv, beta, *full = made
-        core_inputs = (qkv, self.decay_up(low[0]), beta, packed_seq_params)
+        # Kernels want it with the batch in front: what is of low rank is copied, here and backward.
+        z = self.decay_up(low[0].transpose(0, 1)).transpose(0, 1)
+        core_inputs = (qkv, z, beta, packed_seq_params)
         core = partial(self._core, keep_state=health is not None)
         if self.training and recompute_core(self.config):
             # Nothing in the core is random, so no generator state has to be kept.

@@ -219,6 +219,22 @@ def test_gradients_of_a_layers_input_are_not_added_by_autograd(
     assert autograd_sums(layer(x)[0], x) == sums
 
 
+@pytest.mark.parametrize(("name", "up"), [("kda", "decay_up"), ("mla", "kv_up")])
+def test_wide_gradients_come_as_the_projection_reads_them(
+    groups: ProcessGroupCollection, name: str, up: str
+) -> None:
+    layer = LAYERS[name][0](groups)
+    draw(layer)
+    copied: list[bool] = []
+
+    def watch(module: nn.Module, given: object, out: Tensor) -> None:
+        out.register_hook(lambda grad: copied.append(not grad.is_contiguous()))
+
+    getattr(layer, up).register_forward_hook(watch)
+    layer(torch.randn(SHAPE, dtype=torch.float64))[0].square().sum().backward()
+    assert copied == [False]
+
+
 class Additions(TorchDispatchMode):
     """Counts sums of tensors of the input's size, and what products add to."""
 
