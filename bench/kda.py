@@ -31,6 +31,7 @@ from common import (
 from torch import Tensor
 
 from megatron_ext.config.schema import Gate, KdaBackend
+from megatron_ext.config.validate_kda import KEEPING
 from megatron_ext.ops.kda import cudnn, fla, kda, own_fit
 from megatron_ext.ops.kda.check import Problem, errors, rejection
 
@@ -72,9 +73,11 @@ def inputs(
     return [x.requires_grad_() for x in tensors]
 
 
-def call(tensors: list[Tensor], *, gate: Gate, backend: KdaBackend) -> Tensor:
+def call(
+    tensors: list[Tensor], *, gate: Gate, backend: KdaBackend, recompute: bool = True
+) -> Tensor:
     """Output of one layer's operator."""
-    o, _ = kda(*tensors, gate=gate, lower_bound=-5.0, backend=backend)
+    o, _ = kda(*tensors, gate=gate, lower_bound=-5.0, backend=backend, recompute=recompute)
     return o
 
 
@@ -152,6 +155,7 @@ def times(
     device: torch.device,
     dtype: torch.dtype,
     repeats: int,
+    recompute: bool = True,
 ) -> Row:
     """One row of the table of times."""
     heads, tokens, width = size
@@ -160,10 +164,11 @@ def times(
         "gate": gate.value,
         "decay": decay,
         "heads x tokens": f"{heads} x {tokens}",
+        "factors": "again" if recompute else "kept",
     }
     tensors = inputs(heads, tokens, width, device=device, dtype=dtype, gate_shift=DECAYS[decay])
     upstream = torch.randn(1, tokens, heads, width, device=device, dtype=dtype)
-    forward = partial(call, tensors, gate=gate, backend=backend)
+    forward = partial(call, tensors, gate=gate, backend=backend, recompute=recompute)
 
     def both() -> object:
         return torch.autograd.grad(forward(), tensors, upstream)
@@ -192,6 +197,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="timed runs a row")
     parser.add_argument("--backends", default="", help="of these only, as fla,cudnn")
     parser.add_argument("--only", default="", help="rows whose words hold this, as 96x8192:bounded")
+    parser.add_argument(
+        "--kept",
+        action="store_true",
+        help="fla and triton also as with train.kda_recompute=false, two rows each",
+    )
     options = parser.parse_args()
     device = start()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -230,7 +240,10 @@ def main() -> None:
                     if options.only not in label or (gate is Gate.softplus and decay == "slow"):
                         continue
                     work = partial(times, backend, gate, decay, size, device=device, dtype=dtype)
-                    attempt(label, "times", partial(work, repeats=options.repeats))
+                    work = partial(work, repeats=options.repeats)
+                    attempt(label, "times", work)
+                    if options.kept and backend in KEEPING:
+                        attempt(f"{label}:kept", "times", partial(work, recompute=False))
     tables["errors"].sort(key=lambda row: list(INPUTS).index(row["input"]))
     tables["times"].sort(key=lambda row: (row["heads x tokens"], row["gate"], row["decay"]))
     finish(tables, failures=failures, json_file=options.json)

@@ -229,6 +229,11 @@ class TrainOptions:
         "computes each segment again; best a multiple of 64; default: all at once, nothing again",
         unit="tokens",
     )
+    kda_recompute: bool = option(
+        True,
+        "The backward pass of linear attention computes its decay, states and factors again; "
+        "false: they are kept, some 2 KiB a token and head of 128 (backends triton and fla)",
+    )
     trainable: list[str] = option(
         ["all"],
         "What is trained: of all, embedding, position, experts, head, or patterns of parameter "

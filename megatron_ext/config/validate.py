@@ -41,7 +41,7 @@ from megatron_ext.config.trainable import trainable_problems
 from megatron_ext.config.validate_balance import balance_problems
 from megatron_ext.config.validate_experts import expert_problems
 from megatron_ext.config.validate_graph import graph_problems
-from megatron_ext.config.validate_kda import kda_problems
+from megatron_ext.config.validate_kda import absent_problems, kda_problems
 from megatron_ext.config.validate_residual import residual_problems
 from megatron_ext.errors import ConfigError
 
@@ -174,12 +174,8 @@ def _model(config: RunConfig) -> Iterator[Problem]:
             ("model.full_attention_layers", "model.num_layers", "model.attention"),
         )
     kinds = set(layer_kinds(model))
-    if kinds == {LayerKind.mla} and config.train.kda_segment_tokens is not None:
-        yield Problem(
-            f"train.kda_segment_tokens={config.train.kda_segment_tokens}: there are no layers of "
-            "linear attention to cut (allowed null; or model.attention=interleaved)",
-            ("train.kda_segment_tokens", "model.attention"),
-        )
+    if kinds == {LayerKind.mla}:
+        yield from absent_problems(config)
     if kinds == {LayerKind.kda} and config.parallel.context_order is ContextOrder.head_tail:
         yield Problem(
             "parallel.context_order=head_tail: there are no layers of full attention to balance "

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.config.problem import Problem
-from megatron_ext.config.schema import Gate, KdaBackend, KdaOptions, Precision, RunConfig
+from megatron_ext.config.schema import Device, Gate, KdaBackend, KdaOptions, Precision, RunConfig
 
 FLA_LARGEST_HEAD = 256
 KERNEL_HEAD = 128  # of the backends cudnn and triton
+# What `train.kda_recompute=false` can be had with, and why not with others.
+KEEPING = (KdaBackend.fla, KdaBackend.triton)
+WHY_NOT = {
+    KdaBackend.reference: "it keeps all that it makes already",
+    KdaBackend.dense: "it keeps all that it makes already",
+    KdaBackend.cudnn: "its kernels hand nothing over to keep",
+}
 
 
 def kda_problems(config: RunConfig) -> Iterator[Problem]:
@@ -22,6 +29,8 @@ def kda_problems(config: RunConfig) -> Iterator[Problem]:
             "model.kda.gate=softplus, which is unbounded and slower)",
             ("model.kda.lower_bound", "model.kda.gate"),
         )
+    if not config.train.kda_recompute:
+        yield from _keeping_problems(config)
     if kda.backend in (KdaBackend.cudnn, KdaBackend.triton):
         yield from _of_128(kda, config.run.precision)
     for key, size in (
@@ -40,6 +49,44 @@ def kda_problems(config: RunConfig) -> Iterator[Problem]:
             "since queries, keys and values are projected together and share one width "
             f"(nearest {kda.head_dim}; or model.kda.head_dim={kda.value_dim})",
             ("model.kda.value_dim", "model.kda.head_dim"),
+        )
+
+
+def absent_problems(config: RunConfig) -> Iterator[Problem]:
+    """Options of linear attention, for a model that has no such layers."""
+    train = config.train
+    why = "there are no layers of linear attention to"
+    if train.kda_segment_tokens is not None:
+        yield Problem(
+            f"train.kda_segment_tokens={train.kda_segment_tokens}: {why} cut (allowed null; or "
+            "model.attention=interleaved)",
+            ("train.kda_segment_tokens", "model.attention"),
+        )
+    if not train.kda_recompute:
+        yield Problem(
+            f"train.kda_recompute=false: {why} keep anything of (allowed true; or "
+            "model.attention=interleaved)",
+            ("train.kda_recompute", "model.attention"),
+        )
+
+
+def _keeping_problems(config: RunConfig) -> Iterator[Problem]:
+    backend, key = config.model.kda.backend, "train.kda_recompute"
+    on_cpu = config.run.device is Device.cpu
+    if backend in WHY_NOT:
+        yield Problem(
+            f"{key}=false: cannot be had with model.kda.backend={backend.name}: {WHY_NOT[backend]} "
+            f"(allowed auto, fla, triton; or {key}=true)",
+            (key, "model.kda.backend"),
+        )
+    elif backend is KdaBackend.auto and (on_cpu or config.run.deterministic):
+        why, other = "run.device=cpu", "run.device=auto"
+        if not on_cpu:
+            why, other = "run.deterministic=true", "run.deterministic=false"
+        yield Problem(
+            f"{key}=false: cannot be had with {why}, where model.kda.backend=auto is dense: "
+            f"{WHY_NOT[KdaBackend.dense]} (nearest {key}=true; or {other})",
+            (key, why.partition("=")[0], "model.kda.backend"),
         )
 
 

@@ -66,6 +66,7 @@ class KimiDeltaAttention(ShardedModule):
         share: makes the `HeadShare` before the output projection; None: there is none.
         segment_tokens: where a rank has more tokens it takes so many at a time, and the backward
             pass computes each segment again: see `kda_segments`. None: all at once.
+        recompute: the backward pass of the delta rule computes again what it could keep.
         pg_collection: process groups; None takes megatron-core's.
         layer_number, name, cp_comm_type: given by megatron-core, not needed.
 
@@ -84,6 +85,7 @@ class KimiDeltaAttention(ShardedModule):
         kernels: KernelOptions | None = None,
         share: Callable[..., HeadShare] | None = None,
         segment_tokens: int | None = None,
+        recompute: bool = True,
         layer_number: int = 1,
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
@@ -99,7 +101,7 @@ class KimiDeltaAttention(ShardedModule):
             )
         self.cp_group = context_group(config, pg_collection)
         self.options, self.kernels = options, kernels
-        self.segment_tokens = segment_tokens
+        self.segment_tokens, self.recompute = segment_tokens, recompute
         self.health: AttentionHealth | None = None
         heads = local_share(options.num_heads, tp_group, key="model.kda.num_heads")
         self.local_heads = heads
@@ -317,6 +319,7 @@ class KimiDeltaAttention(ShardedModule):
                 cu_seqlens=cu_seqlens,
                 backend=options.backend,
                 require=options.require,
+                recompute=self.recompute,
             )
             return o, _of_ended(state, packed, group=group, tokens=len(z)) if keep_state else None
         return kda(
@@ -327,6 +330,7 @@ class KimiDeltaAttention(ShardedModule):
             output_final_state=keep_state,
             backend=options.backend,
             require=options.require,
+            recompute=self.recompute,
         )
 
 

@@ -175,6 +175,7 @@ class _Segments:
             output_final_state=True,
             backend=options.backend,
             require=options.require,
+            recompute=layer.recompute,
         )
         assert final is not None
         return o, final

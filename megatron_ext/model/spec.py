@@ -31,6 +31,7 @@ def attention_spec(
     *,
     kind: LayerKind,
     segment_tokens: int | None = None,
+    kda_recompute: bool = True,
     context_order: ContextOrder = ContextOrder.contiguous,
 ) -> ModuleSpec:
     """The self-attention of one layer: KDA, gated MLA, or both under a gate."""
@@ -41,6 +42,7 @@ def attention_spec(
                 "options": model.kda,
                 "kernels": model.kernels,
                 "segment_tokens": segment_tokens,
+                "recompute": kda_recompute,
             },
         )
     if kind is LayerKind.mla:
@@ -57,7 +59,12 @@ def attention_spec(
     return ModuleSpec(
         module=GatedHybrid,
         submodules=GatedHybridSubmodules(
-            kda=attention_spec(model, kind=LayerKind.kda, segment_tokens=segment_tokens),
+            kda=attention_spec(
+                model,
+                kind=LayerKind.kda,
+                segment_tokens=segment_tokens,
+                kda_recompute=kda_recompute,
+            ),
             mla=attention_spec(model, kind=LayerKind.mla, context_order=context_order),
         ),
     )
@@ -93,6 +100,7 @@ def layer_spec(
     balance: BalanceOptions | None = None,
     chunk_tokens: int | None = None,
     segment_tokens: int | None = None,
+    kda_recompute: bool = True,
     context_order: ContextOrder = ContextOrder.contiguous,
 ) -> ModuleSpec:
     """One pre-norm layer: x + attention(norm(x)), then x + feed-forward(norm(x)).
@@ -101,6 +109,7 @@ def layer_spec(
         balance: for a layer of experts, how their load is levelled; None for a dense one.
         chunk_tokens: tokens at the experts at once; None: all.
         segment_tokens: tokens in linear attention at once; None: all.
+        kda_recompute: the backward pass of linear attention computes again what it could keep.
         context_order: which queries of full attention a context parallel rank computes.
     """
     return ModuleSpec(
@@ -108,7 +117,11 @@ def layer_spec(
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention_spec(
-                model, kind=kind, segment_tokens=segment_tokens, context_order=context_order
+                model,
+                kind=kind,
+                segment_tokens=segment_tokens,
+                kda_recompute=kda_recompute,
+                context_order=context_order,
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
@@ -148,6 +161,7 @@ def block_spec(
             balance=config.balance if layer in experts else None,
             chunk_tokens=config.train.expert_chunk_tokens,
             segment_tokens=config.train.kda_segment_tokens,
+            kda_recompute=config.train.kda_recompute,
             context_order=config.parallel.context_order,
         )
         for layer in layers

@@ -11,6 +11,7 @@ Shapes: B batch, T tokens, H heads, K and V widths of key and value, C tokens of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ from torch.autograd.function import once_differentiable
 
 KDA_CHUNK = 64  # C
 KDA_BLOCK = 16  # of the triangular inverse
+
+
+class KeptByKda(Enum):
+    """Whose choice it is what KDA keeps where its backward pass computes nothing again."""
+
+    fla = "fla"
+    ours = "ours"  # no values but the new ones
 
 
 class _StandIn(torch.autograd.Function):
@@ -78,11 +86,17 @@ def kda(
     *,
     documents: int,
     output_final_state: bool,
+    keep: KeptByKda | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """fla's `chunk_kda` with norm, gate and sigmoid inside; arguments as it takes them.
 
     Of queries and keys it keeps the normed ones, with one number a row, and two products [T, C] a
-    head. States of chunks and the rest are made anew in the backward pass.
+    head. States of chunks and the rest are made anew in the backward pass, or kept: sums of decays
+    in float32, states [chunks, H, K, V], three factors of the width of a key and the new values;
+    by fla also the values and what they are before the states are taken off.
+
+    Args:
+        keep: who keeps; None: nobody.
     """
     batch, tokens, heads, key = q.shape
     value, rows, size = v.shape[-1], batch * tokens * heads, v.element_size()
@@ -95,9 +109,21 @@ def kda(
     norms = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in normed]
     products = [q.new_empty(*q.shape[:3], KDA_CHUNK) for _ in range(2)]
     del scratch
-    kept = (*normed, *norms, *products, v, z, beta, A_log, dt_bias, initial_state)
+    kept = (*normed, *norms, *products, z, beta, A_log, dt_bias, initial_state)
     # Sums of decays and gradients in float32, what the forward pass threw away, states twice.
     backward = rows * (4 * (4 * key + KDA_CHUNK) + size * (5 * key + 3 * value) + 2 * states)
+    if keep is None:
+        kept = (*kept, v)
+    else:
+        # Documents end in chunks that are not full: at most.
+        chunks = batch * -(-tokens // KDA_CHUNK) + documents - batch
+        factors = [torch.empty_like(q) for _ in range(3)]
+        decay = torch.empty_like(q, dtype=torch.float32)
+        new, before = torch.empty_like(v), q.new_empty(chunks, heads, key, value)
+        kept = (*kept, decay, *factors, new, before)
+        if keep is KeptByKda.fla:
+            kept = (*kept, v, torch.empty_like(v))
+        backward -= rows * (4 * key + size * (3 * key + 2 * value) + states)
     out, *final = _run(
         made, (q, k, v, z, beta, A_log, dt_bias, initial_state), kept=kept, scratch=backward
     )

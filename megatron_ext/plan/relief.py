@@ -70,6 +70,10 @@ def candidates(config: RunConfig, *, world_size: int) -> Iterator[tuple[str, str
     small = [("train.micro_batch_size", half, "smaller matrices, more passes")] if half else []
     # Less is computed again by the first than by the last.
     again: list[tuple[str, Any, str]] = [
+        # The plan's time of linear attention is that of computing again: it knows no price.
+        ("train.kda_recompute", True, "linear attention computes states and factors again"),
+    ]
+    again += [
         (f"train.{key}", _fewer(config, getattr(train, key)), LONGER)
         for key in ("expert_chunk_tokens", "kda_segment_tokens")
     ]

@@ -15,7 +15,8 @@ def kda_backend(config: RunConfig, device: torch.device) -> KdaBackend:
     """The backend of KDA that a run takes on a device.
 
     Raises:
-        ConfigError: cudnn or triton, which cannot run there.
+        ConfigError: cudnn or triton, which cannot run there; `train.kda_recompute=false` where the
+            backend has no such choice.
     """
     kda = config.model.kda
     return resolve_backend(
@@ -26,6 +27,7 @@ def kda_backend(config: RunConfig, device: torch.device) -> KdaBackend:
         value_dim=kda.value_dim,
         gate=kda.gate,
         lower_bound=kda.lower_bound,
+        recompute=config.train.kda_recompute,
     )
 
 
@@ -76,6 +78,7 @@ def problem_of(config: RunConfig) -> Problem:
         gate=kda.gate,
         lower_bound=kda.lower_bound,
         documents=packed,
+        recompute=train.kda_recompute,
     )
 
 

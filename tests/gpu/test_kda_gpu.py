@@ -108,6 +108,44 @@ def test_kernels_equal_the_recurrence(backend: KdaBackend, case: Case) -> None:
 
 
 @needs_fla
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [(KdaBackend.triton, case) for case in OWN] + [(KdaBackend.fla, case) for case in CASES],
+)
+def test_what_is_kept_is_what_would_be_computed_again(backend: KdaBackend, case: Case) -> None:
+    half, found, sizes = ("q", "k", "v", "z", "beta"), [], []
+    offsets = None if case.offsets is None else torch.tensor(case.offsets, device="cuda")
+    for recompute in (True, False):
+        leaves = {
+            n: x.to("cuda", torch.bfloat16 if n in half else torch.float32).requires_grad_()
+            for n, x in make(case).items()
+        }
+        kept: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # noqa: B023  (called within this turn)
+            o, final = kda(
+                *(leaves[n] for n in half),
+                leaves.get("A_log"),
+                leaves["dt_bias"],
+                gate=case.gate,
+                lower_bound=-5.0,
+                cu_seqlens=offsets,
+                initial_state=leaves["initial_state"],
+                output_final_state=True,
+                backend=backend,
+                recompute=recompute,
+            )
+        upstream = [torch.ones_like(o), torch.ones_like(final)]
+        grads = torch.autograd.grad([o, final], list(leaves.values()), upstream)
+        found.append(dict(zip(("o", "final", *leaves), (o, final, *grads), strict=True)))
+        sizes.append(sum(x.nbytes for x in kept))
+    # The same kernels on the same numbers; sums of few tokens may be added in another order.
+    for name, x in found[0].items():
+        assert (found[1][name] - x).norm() <= 1e-5 * x.norm(), name
+    row = case.batch * case.tokens * leaves["v"].shape[2] * case.key_dim * 2
+    assert sizes[1] - sizes[0] > (5 if backend is KdaBackend.triton else 7) * row
+
+
+@needs_fla
 def test_outputs_of_our_backend_do_not_depend_on_later_tokens_even_by_rounding() -> None:
     case = wide(Case(130, gate_spread=8.0))
     inputs = {n: x.to("cuda", torch.bfloat16) for n, x in make(case).items()}

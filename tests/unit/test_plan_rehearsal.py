@@ -180,6 +180,18 @@ def test_segments_of_linear_attention_need_less_in_a_plan(context: int) -> None:
     assert whole - cut > 4096 // context * 6 * 128 * 4
 
 
+def test_what_linear_attention_keeps_is_counted_in_each_of_its_layers() -> None:
+    def kept(*words: str) -> int:
+        layers = ["model.num_layers=2", "model.attention=kda", "run.device=cuda"]
+        config = nano(*layers, "train.batch_tokens=4096", "data.sequence_length=2048", *words)
+        return rehearse(config, VOCABULARY, stage=0, imbalance=1.0).chunks[0].kept
+
+    more = kept("train.kda_recompute=false") - kept()
+    # By fla in float32 and 4 heads of 32: decay, five factors and values, and a state a chunk.
+    assert more == 2 * 4096 * 4 * (6 * 32 + 32 * 32 // 64) * 4
+    assert kept("train.kda_recompute=false", "train.recompute=full") == kept("train.recompute=full")
+
+
 def test_chunks_of_tokens_keep_no_routed_rows() -> None:
     layer = ["model.num_layers=1", "model.first_dense_layers=0", "model.attention=kda"]
 

@@ -7,14 +7,16 @@ log-decay. The formula, shapes and range analysis stand in ``docs/kda.md``.
 # ruff: noqa: N803  (A_log is the name of the parameter in every checkpoint)
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.config.schema import Gate, KdaBackend
-from megatron_ext.errors import ConfigError
-from megatron_ext.ops.kda import cudnn, fla, own, own_fit
-from megatron_ext.ops.kda.context import any_context_kda, chunk_context_kda
+from megatron_ext.ops.kda import cudnn, fla, own
+from megatron_ext.ops.kda.choice import choose, resolve_backend
+from megatron_ext.ops.kda.context import Core, any_context_kda, chunk_context_kda
 from megatron_ext.ops.kda.conv import short_conv_dense, short_conv_reference
 from megatron_ext.ops.kda.dense import chunk_kda
 from megatron_ext.ops.kda.gate import log_decay, normalise
@@ -34,57 +36,6 @@ __all__ = [
 ]
 
 
-def resolve_backend(
-    backend: KdaBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    head_dim: int,
-    value_dim: int,
-    gate: Gate,
-    lower_bound: float,
-) -> KdaBackend:
-    """The backend that will run: what is asked for where it can, else ``dense``; cudnn and triton
-    are never replaced.
-
-    Args:
-        backend: what the configuration asks for; ``auto`` is triton where it can run and was
-            measured (``own_fit``), else fla where that can run, else dense.
-        device: of the tensors.
-        dtype: of queries, keys and values; where they differ, the one that holds all of them.
-        head_dim: width K of a key head.
-        value_dim: width V of a value head.
-        gate: form of the decay gate.
-        lower_bound: smallest log-decay a token, in nats. Not used by ``softplus``.
-
-    Returns:
-        ``reference``, ``dense``, ``fla``, ``cudnn`` or ``triton``; never ``auto``.
-
-    Raises:
-        ConfigError: ``cudnn`` or ``triton``, which cannot run there.
-    """
-    if backend in (KdaBackend.reference, KdaBackend.dense):
-        return backend
-    if backend is KdaBackend.cudnn:
-        cudnn.require(device, head_dim=head_dim, gate=gate)
-        return backend
-    if backend in (KdaBackend.auto, KdaBackend.triton):
-        reasons = own_fit.misfits(
-            device,
-            dtype,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            gate=gate,
-            lower_bound=lower_bound,
-        )
-        if backend is KdaBackend.triton and reasons:
-            raise own_fit.refusal(reasons)
-        if not reasons and (backend is KdaBackend.triton or own_fit.measured(device)):
-            return KdaBackend.triton
-    usable = fla.available(device) and head_dim <= fla.MAX_HEAD_DIM
-    return KdaBackend.fla if usable else KdaBackend.dense
-
-
 def kda(
     q: Tensor,
     k: Tensor,
@@ -101,6 +52,7 @@ def kda(
     output_final_state: bool = False,
     backend: KdaBackend = KdaBackend.auto,
     require: bool = False,
+    recompute: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """KDA of raw projections: norm of q and k, scale, gate and write strength are inside.
 
@@ -119,21 +71,26 @@ def kda(
         output_final_state: also return the state after each document.
         backend: which implementation.
         require: make a fallback of the backend an error.
+        recompute: the backward pass computes decay, states and factors again instead of keeping
+            them; only fla and triton have the choice.
 
     Returns:
         Output [B, T, H, V] in the dtype of ``v``; final state [N or B, H, K, V] in float32 (float64
         for float64 input), or None.
 
     Raises:
-        ConfigError: ``require``, cudnn or triton, and the backend asked for cannot run here.
+        ConfigError: ``require``, cudnn or triton, and the backend asked for cannot run here; not
+            ``recompute``, and the backend has no such choice.
         ValueError: shapes, offsets, dtype or bound do not fit.
     """
     _check_shapes(q, k, v, z, beta_logits, A_log, dt_bias)
-    chosen = _choose(backend, q, k, v, gate=gate, lower_bound=lower_bound, require=require)
-    fused = {
-        KdaBackend.fla: fla.fla_kda,
+    chosen = choose(
+        backend, q, k, v, gate=gate, lower_bound=lower_bound, require=require, recompute=recompute
+    )
+    fused: dict[KdaBackend, Core] = {
+        KdaBackend.fla: partial(fla.fla_kda, recompute=recompute),
         KdaBackend.cudnn: cudnn.cudnn_kda,
-        KdaBackend.triton: own.own_kda,
+        KdaBackend.triton: partial(own.own_kda, recompute=recompute),
     }
     if chosen in fused:
         return fused[chosen](
@@ -194,6 +151,7 @@ def context_kda(
     cu_seqlens: Tensor | None = None,
     backend: KdaBackend = KdaBackend.auto,
     require: bool = False,
+    recompute: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``kda`` of a sequence whose consecutive parts lie on the ranks of a group.
 
@@ -211,6 +169,8 @@ def context_kda(
         cu_seqlens: bounds of documents within this rank's tokens, none of them empty; then B = 1.
         backend: which implementation of a rank's own part.
         require: make a fallback of the backend an error.
+        recompute: as for ``kda``; what is kept instead is kept within the backward pass, since the
+            backend is run again there.
 
     Returns:
         Output of this rank's tokens [B, T, H, V] in the dtype of ``v``; the state after each
@@ -221,7 +181,9 @@ def context_kda(
         ConfigError, ValueError: as ``kda``.
     """
     _check_shapes(q, k, v, z, beta_logits, A_log, dt_bias)
-    chosen = _choose(backend, q, k, v, gate=gate, lower_bound=lower_bound, require=require)
+    chosen = choose(
+        backend, q, k, v, gate=gate, lower_bound=lower_bound, require=require, recompute=recompute
+    )
     if chosen is KdaBackend.dense:
         query, key, g, beta = _gated(
             q, k, z, beta_logits, A_log, dt_bias, gate=gate, lower_bound=lower_bound
@@ -248,6 +210,7 @@ def context_kda(
             initial_state=initial,
             output_final_state=True,
             backend=chosen,
+            recompute=recompute,
         )
 
     return any_context_kda(
@@ -315,36 +278,6 @@ def _gated(
     g = log_decay(z, A_log, dt_bias, gate=gate, lower_bound=lower_bound)
     beta = torch.sigmoid(beta_logits.to(g.dtype))
     return normalise(q, scale=q.shape[-1] ** -0.5), normalise(k), g, beta
-
-
-def _choose(
-    backend: KdaBackend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    gate: Gate,
-    lower_bound: float,
-    require: bool,
-) -> KdaBackend:
-    device, head_dim = q.device, q.shape[-1]
-    chosen = resolve_backend(
-        backend,
-        device,
-        torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype),
-        head_dim=head_dim,
-        value_dim=v.shape[-1],
-        gate=gate,
-        lower_bound=lower_bound,
-    )
-    wanted = device.type == "cuda" if backend is KdaBackend.auto else backend is KdaBackend.fla
-    if require and wanted and chosen is KdaBackend.dense:
-        raise ConfigError(
-            f"model.kda.backend: given {backend.value} with require on {device}, head_dim "
-            f"{head_dim}; fla cannot run there (it needs a CUDA device, the package fla-core and "
-            f"head_dim <= {fla.MAX_HEAD_DIM}); use dense, or model.kda.require=false"
-        )
-    return chosen
 
 
 def _check_shapes(

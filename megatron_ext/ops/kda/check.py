@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, H heads, K width of a key and value head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Problem:
         gate_shift: is added to the raw gate; -6 is a slow decay, 0 mostly a fast one.
         gate_spread: standard deviation of the raw gate.
         same_keys: keys that differ by 1e-3, written at full strength: the hardest case.
+        recompute: as ``kda`` takes it; the formula has no such choice.
     """
 
     heads: int
@@ -43,6 +44,7 @@ class Problem:
     gate_shift: float = 0.0
     gate_spread: float = 2.0
     same_keys: bool = False
+    recompute: bool = True
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def errors(
         upstream[:1, :shown, heads.to(device)] = part.to(device)
         found = _run(problem, filled, upstream, backend=backend)
         exact = _run(
-            problem,
+            replace(problem, recompute=True),
             {name: _shown(name, x, shown, heads).double() for name, x in inputs.items()},
             part.double(),
             backend=KdaBackend.reference,
@@ -204,6 +206,7 @@ def _run(
         lower_bound=problem.lower_bound,
         cu_seqlens=offsets,
         backend=backend,
+        recompute=problem.recompute,
     )
     gradients = torch.autograd.grad(out, list(leaves.values()), upstream)
     found = {f"d_{name}": x for name, x in zip(leaves, gradients, strict=True)}

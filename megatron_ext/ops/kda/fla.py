@@ -7,6 +7,7 @@ fla is imported at the first call, not with this module: its import takes second
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.config.schema import Gate
+from megatron_ext.errors import ConfigError
 from megatron_ext.ops import without_memory
 from megatron_ext.ops.kda.documents import document_lengths
 
 MAX_HEAD_DIM = 256
 LOWEST_BOUND = -5.0
+KEEP = "disable_recompute"  # fla's word
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,6 +47,7 @@ def fla_kda(
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    recompute: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """``kda`` of this package with norm, gate and sigmoid fused into fla's kernels.
 
@@ -51,6 +55,7 @@ def fla_kda(
     that of TF32. Arguments as ``megatron_ext.ops.kda.kda``.
 
     Raises:
+        ConfigError: not ``recompute``, and the installed fla has no such choice.
         ValueError: an input that fla cannot take.
     """
     _check(q)
@@ -68,6 +73,7 @@ def fla_kda(
         document_lengths(cu_seqlens, batch=q.shape[0], tokens=q.shape[1])
     # A slope of exp(0) = 1 is the gate without A_log; older releases of fla do not accept None.
     slope = A_log if A_log is not None else dt_bias.new_zeros(q.shape[2])
+    keep = not recompute and torch.is_grad_enabled()
     if q.device.type == "meta":
         return without_memory.kda(
             q.contiguous(),
@@ -80,8 +86,16 @@ def fla_kda(
             initial_state,
             documents=q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1,
             output_final_state=output_final_state,
+            keep=without_memory.KeptByKda.fla if keep else None,
         )
     from fla.ops.kda import chunk_kda
+
+    # It takes any other word without a complaint.
+    if keep and KEEP not in inspect.signature(chunk_kda).parameters:
+        raise ConfigError(
+            f"train.kda_recompute=false: the fla-core installed has no {KEEP} (allowed fla-core "
+            "0.6; or train.kda_recompute=true)"
+        )
 
     result: tuple[Tensor, Tensor | None] = chunk_kda(
         q=q.contiguous(),
@@ -100,6 +114,7 @@ def fla_kda(
         safe_gate=bounded,
         lower_bound=lower_bound if bounded else None,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(),
+        **({KEEP: True} if keep else {}),
     )
     return result
 

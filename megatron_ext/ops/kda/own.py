@@ -44,6 +44,7 @@ def own_kda(
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    recompute: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """``kda`` of this package, where ``own_fit`` says that it can run.
 
@@ -59,26 +60,30 @@ def own_kda(
     if q.shape[1] == 0:
         return _nothing(v, state, documents if output_final_state else None)
     raw = (q, k, v, z, beta_logits)
+    keep = not recompute and torch.is_grad_enabled()
     slope = None if A_log is None else A_log.float().contiguous()
     bias = dt_bias.float().contiguous()
-    if q.device.type == "meta":  # it keeps what fla keeps
+    if q.device.type == "meta":  # a stand-in
         query, key, value, raw_gate, logits = (x.contiguous() for x in raw)
         filler = dt_bias.new_zeros(q.shape[2]) if slope is None else slope
         return without_memory.kda(
             *(query, key, value, raw_gate, logits, filler, bias, state),
             documents=documents,
             output_final_state=output_final_state,
+            keep=without_memory.KeptByKda.ours if keep else None,
         )
     offsets = None if cu_seqlens is None else cu_seqlens.long()
     plain = (x.contiguous() for x in (v, z, beta_logits))  # queries and keys are read as they lie
     out, final = _OwnKda.apply(  # type: ignore[no-untyped-call]  # torch's own lacks types
-        q, k, *plain, slope, bias, state, offsets, lower_bound, output_final_state
+        q, k, *plain, slope, bias, state, offsets, lower_bound, output_final_state, keep
     )
     return out, final
 
 
 class _OwnKda(torch.autograd.Function):
-    """Keeps normed queries and keys, two products of 64 numbers a token, and what it was given."""
+    """Keeps normed queries and keys, two products of 64 numbers a token, and what it was given; of
+    decay, states and factors, which the backward pass computes again, all that it needs where they
+    are to be kept, and then no values."""
 
     @staticmethod
     def forward(
@@ -94,6 +99,7 @@ class _OwnKda(torch.autograd.Function):
         offsets: Tensor | None,
         lower_bound: float,
         output_final_state: bool,
+        keep: bool,
     ) -> tuple[Tensor, Tensor | None]:
         from megatron_ext.ops.kda.own_kernels import unit_rows
 
@@ -106,7 +112,7 @@ class _OwnKda(torch.autograd.Function):
         where = {"cu_seqlens": offsets, "chunk_indices": chunks}
         scale = q.shape[-1] ** -0.5
         decay = _decay(z, slope, bias, lower_bound, where)
-        w, u, _, k_last, qk, inverse = _fla("chunk_kda_fwd_intra")(
+        w, u, q_since, k_last, qk, inverse = _fla("chunk_kda_fwd_intra")(
             q=query,
             k=key,
             v=v,
@@ -115,6 +121,7 @@ class _OwnKda(torch.autograd.Function):
             scale=scale,
             chunk_size=CHUNK,
             safe_gate=True,
+            disable_recompute=keep,  # gives q_since too
             **where,
         )
         starts = _starts(k_last, w, u, decay, state, offsets)
@@ -126,9 +133,10 @@ class _OwnKda(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.lower_bound = lower_bound
+        made = (decay, w, q_since, k_last, states, new) if keep else (v, starts)
         ctx.save_for_backward(
-            query, of_query, key, of_key, v, z, beta_logits, slope, bias, state, offsets, chunks,
-            strength, qk, inverse, starts,
+            query, of_query, key, of_key, z, beta_logits, slope, bias, state, offsets, chunks,
+            strength, qk, inverse, *made,
         )  # fmt: skip
         return out, final
 
@@ -139,18 +147,22 @@ class _OwnKda(torch.autograd.Function):
         from megatron_ext.ops.kda.own_kernels import values_backward
         from megatron_ext.ops.kda.triton import kda_inputs_backward
 
-        query, of_query, key, of_key, v, z, beta_logits, slope, bias, *rest = ctx.saved_tensors
-        state, offsets, chunks, strength, qk, inverse, starts = rest
-        d_out = torch.zeros_like(v) if grads[0] is None else grads[0].to(v.dtype).contiguous()
+        query, of_query, key, of_key, z, beta_logits, slope, bias, *rest = ctx.saved_tensors
+        state, offsets, chunks, strength, qk, inverse, *made = rest
         d_final = None if grads[1] is None else grads[1].float().contiguous()
         scale = query.shape[-1] ** -0.5
         where = {"cu_seqlens": offsets, "chunk_indices": chunks}
-        decay = _decay(z, slope, bias, ctx.lower_bound, where)
-        w, u, q_since, k_last = _fla("recompute_w_u_fwd")(
-            q=query, k=key, v=v, beta=strength, A=inverse, gk=decay, **where
-        )
-        states, new, _ = _sweep(k_last, w, u, decay, state, starts, where)
-        del u
+        if len(made) == 2:
+            v, starts = made
+            decay = _decay(z, slope, bias, ctx.lower_bound, where)
+            w, u, q_since, k_last = _fla("recompute_w_u_fwd")(
+                q=query, k=key, v=v, beta=strength, A=inverse, gk=decay, **where
+            )
+            states, new, _ = _sweep(k_last, w, u, decay, state, starts, where)
+            del u
+        else:
+            decay, w, q_since, k_last, states, new = made
+        d_out = torch.zeros_like(new) if grads[0] is None else grads[0].to(new.dtype).contiguous()
         d_states, d_state, d_new = _fla("chunk_gated_delta_rule_bwd_dhu")(
             q=q_since,
             k=k_last,
@@ -176,7 +188,7 @@ class _OwnKda(torch.autograd.Function):
             ctx.lower_bound,
             inverses=(of_query, of_key),
         )
-        return d_q, d_k, d_v, d_z, d_beta, *of_gate, d_state, None, None, None
+        return d_q, d_k, d_v, d_z, d_beta, *of_gate, d_state, None, None, None, None
 
 
 def _decay(

@@ -25,7 +25,7 @@ FLA = {
     "prepare_chunk_indices": ("fla.ops.utils.index", ""),
     "chunk_kda_fwd_intra": (
         "fla.ops.kda.chunk_intra",
-        "q k v gk beta scale cu_seqlens chunk_indices chunk_size safe_gate",
+        "q k v gk beta scale cu_seqlens chunk_indices chunk_size safe_gate disable_recompute",
     ),
     "chunk_gla_fwd_o_gk": (
         "fla.ops.gla.chunk",
