@@ -32,6 +32,7 @@ TOKENS, ROUTED, REPEATS = 8192, 65536, 5
 # beta before cudnn's linear attention, and those of our own, have no operator and are not tried.
 KERNELS = {
     "SiTU": "situ",
+    "RMS": "rms_norm",
     "gate": "head_gate",
     "convolution": "qkv_conv",
     "sums": "expert_rows",
@@ -62,6 +63,11 @@ def candidates(kernel: str) -> list[Settings]:
         ]
     if kernel.startswith("head_gate"):
         return product(ELEMENTS=(512, 1024, 2048, 4096), num_warps=(2, 4, 8))
+    if kernel == "rms_norm_forward":
+        return product(ELEMENTS=(2048,), num_warps=(4, 8, 16))
+    if kernel == "rms_norm_backward":
+        some = product(ELEMENTS=(2048,), PROGRAMS=(132, 264, 528), num_warps=(8, 16))
+        return [*some, *({**each, "maxnreg": 1024 // each["num_warps"]} for each in some)]
     if kernel.startswith("route"):
         return product(num_warps=(1, 2, 4))
     if kernel == "statistics":

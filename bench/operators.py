@@ -34,12 +34,14 @@ from megatron_ext.ops.expert_rows import ExpertRows, expert_rows, sum_rows
 from megatron_ext.ops.gating import head_gate, head_gate_reference
 from megatron_ext.ops.kda import fla
 from megatron_ext.ops.qkv_conv import by_short_conv, qkv_conv
+from megatron_ext.ops.rms_norm import rms_norm_reference, rms_norm_residual
 from megatron_ext.ops.situ import situ_glu, situ_glu_reference
 
 Function = Callable[..., Tensor]
 TRITON, DENSE = (KernelOptions(backend=KernelBackend[name]) for name in ("triton", "dense"))
 SITU = {"beta": 4.0, "linear_beta": 25.0}
 WIDTH, TOP_K = 128, 16
+NORMS = ((7168, 1), (1536, 2), (128, 48))  # width, rows a token
 # One rounding to bfloat16's 8 bits is 2e-3; sums over tokens stay in float32.
 ALLOWED_ERROR = 1e-2
 
@@ -96,6 +98,27 @@ def works(device: torch.device, *, heads: int, latent: int, inner: int) -> list[
     def gated(o: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         return head_gate_reference(o, gate, weight, 1e-5)
 
+    def normed(x: Tensor, weight: Tensor, kernels: KernelOptions) -> Tensor:
+        return torch.stack(rms_norm_residual(x, weight, eps=1e-5, kernels=kernels))
+
+    def normed_exactly(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.stack([rms_norm_reference(x, weight, 1e-5), x])
+
+    def norm(width: int, rows: int) -> Work:
+        return Work(
+            f"RMS norm and residual, {rows} rows a token, width {width}",
+            lambda tokens: [draw(tokens * rows, width), draw(width)],
+            {
+                "triton": partial(normed, kernels=TRITON),
+                "dense": partial(normed, kernels=DENSE),
+                "compiled": torch.compile(normed_exactly),
+            },
+            normed_exactly,
+            # x and y, then x, both gradients and the result. Four more are this benchmark's own: a
+            # copy of both results to one tensor.
+            lambda given: 10 * size(given[0]),
+        )
+
     conv_ways = {
         "triton": convolved(qkv_conv, kernels=TRITON),
         "dense": convolved(by_short_conv, backend=KdaBackend.dense),
@@ -129,6 +152,7 @@ def works(device: torch.device, *, heads: int, latent: int, inner: int) -> list[
             gated,
             lambda given: 4 * size(*given),
         ),
+        *(norm(width, rows) for width, rows in NORMS),
         Work(
             f"convolution of q, k and v, {heads} heads",
             lambda tokens: [
@@ -193,6 +217,7 @@ def main() -> None:
     """Measures and prints, the tables last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the numbers there")
+    parser.add_argument("--only", default="", help="operators whose name begins like this")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     options = parser.parse_args()
     device = start()
@@ -201,7 +226,10 @@ def main() -> None:
     tokens = 8192 if large else 64
     named = dict(zip(("heads", "latent", "inner"), sizes, strict=True))
     tables, failures = {}, []
-    for work in works(device, **named):
+    chosen = [work for work in works(device, **named) if work.name.startswith(options.only)]
+    if not chosen:
+        parser.error(f"--only {options.only!r}: no operator's name begins so")
+    for work in chosen:
         rows = table(work, tokens=tokens, device=device)
         tables[f"{work.name}: {tokens} tokens"] = rows
         failures += [

@@ -62,7 +62,7 @@ class GatedMLA(ShardedModule):
 
     Args:
         options: sizes and the output gate; `q_lora_rank` 0 projects queries straight from x.
-        kernels: backend of the output gate; None takes the defaults.
+        kernels: backend of the output gate and of the norms; None takes the defaults.
         submodules: the attention kernel.
         share: makes the `HeadShare` before the output projection; None: there is none.
         context_order: under context parallelism, which rank computes which queries.
@@ -120,10 +120,14 @@ class GatedMLA(ShardedModule):
         self.q_latent_norm: RMSNorm | None = None
         if options.q_lora_rank:
             self.q_down = duplicated(options.q_lora_rank)
-            self.q_latent_norm = RMSNorm(config, options.q_lora_rank, options.norm_eps)
+            self.q_latent_norm = RMSNorm(
+                config, options.q_lora_rank, options.norm_eps, kernels=kernels
+            )
         self.q_up = column(options.q_lora_rank or hidden, key_width)
         self.kv_down = duplicated(options.kv_lora_rank + options.qk_rope_head_dim)
-        self.kv_latent_norm = RMSNorm(config, options.kv_lora_rank, options.norm_eps)
+        self.kv_latent_norm = RMSNorm(
+            config, options.kv_lora_rank, options.norm_eps, kernels=kernels
+        )
         self.kv_up = column(options.kv_lora_rank, options.qk_nope_head_dim + options.v_head_dim)
         self.gate = column(hidden, options.v_head_dim) if options.output_gate else None
         self.core_attention = build_module(

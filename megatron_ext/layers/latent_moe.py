@@ -163,7 +163,7 @@ class LatentMoE(ShardedModule):
         balance: how the load is levelled.
         beta: bound of the gate branch of SiTU-GLU; None: none.
         linear_beta: bound of its linear branch; None: none.
-        kernels: backend of routing, of the activation and of the sums over experts; None takes the
+        kernels: backend of routing, activation, norm and sums over experts; None takes the
             defaults.
         chunk_tokens: tokens of a rank that are at the experts at once, forward and backward; where
             there are more, the backward pass sends each chunk to the experts again. Ranks that
@@ -212,7 +212,7 @@ class LatentMoE(ShardedModule):
         self.up = self._projection(latent, hidden) if options.latent_size else None
         self.norm: RMSNorm | None = None
         if options.latent_size and options.latent_norm:
-            self.norm = RMSNorm(config, latent, config.layernorm_epsilon)
+            self.norm = RMSNorm(config, latent, config.layernorm_epsilon, kernels=kernels)
         self.shared: SituFeedForward | None = None
         if options.shared_feed_forward_size:
             self.shared = SituFeedForward(

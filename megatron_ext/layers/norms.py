@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.schema import KernelOptions
+from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initializers import Constant, parameter
 from megatron_ext.ops.gating import head_gate
+from megatron_ext.ops.rms_norm import rms_norm, rms_norm_residual
 
 
 class RMSNorm(nn.Module):
@@ -19,11 +20,22 @@ class RMSNorm(nn.Module):
     Fits every norm slot of megatron-core (`LayerNormBuilder`), which its own torch norm does not:
     that one refuses sequence parallelism. The weight is replicated and used on the shard of the
     sequence, hence `sequence_parallel`; it is not decayed.
+
+    Args:
+        kernels: backend; None takes the defaults.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        kernels: KernelOptions | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
+        self.kernels = kernels
         self.weight = parameter(
             hidden_size,
             dtype=config.params_dtype,
@@ -34,8 +46,40 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] to the same shape and dtype."""
-        # torch's rms_norm promotes 16-bit inputs to float32 inside, and is fused on CUDA.
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, eps=self.eps, kernels=self.kernels)
+
+
+class ResidualRMSNorm(RMSNorm):
+    """`RMSNorm` for the slots before attention and feed-forward of a plain pre-norm layer.
+
+    It also gives its input, which megatron-core takes for the residual: the gradients of both then
+    meet in one backward kernel.
+
+    Raises:
+        ConfigError: `config.recompute_modules` has "layernorm", which frees all that a norm gives,
+            hence the residual.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        kernels: KernelOptions | None = None,
+    ) -> None:
+        if config.recompute_granularity == "selective" and "layernorm" in (
+            config.recompute_modules or ()
+        ):
+            raise ConfigError(
+                f"recompute_modules={config.recompute_modules}: layernorm would free the residual "
+                "that ResidualRMSNorm gives (allowed all others; or RMSNorm in its place)"
+            )
+        super().__init__(config, hidden_size, eps, kernels=kernels)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # as megatron-core takes it
+        """x [..., hidden] to its norm and itself, both of its shape and dtype."""
+        return rms_norm_residual(x, self.weight, eps=self.eps, kernels=self.kernels)
 
 
 class GatedHeadNorm(nn.Module):

@@ -91,7 +91,7 @@ def _mixing(config: RunConfig, spec: ModuleSpec, *, layer: int, boundary: Bounda
         },
         submodules=replace(
             spec.submodules,
-            input_layernorm=norm if layer else FirstNorm,
+            input_layernorm=norm if layer else partial(FirstNorm, kernels=config.model.kernels),
             self_attn_bda=start_sum if attention_opens else plain_add,
             pre_mlp_layernorm=norm,
             mlp_bda=start_sum if feed_forward_opens else plain_add,

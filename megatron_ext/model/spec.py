@@ -21,7 +21,7 @@ from megatron_ext.layers.gated_mla import GatedMLA, GatedMlaSubmodules
 from megatron_ext.layers.hybrid import GatedHybrid, GatedHybridSubmodules
 from megatron_ext.layers.kda import KimiDeltaAttention
 from megatron_ext.layers.latent_moe import LatentMoE
-from megatron_ext.layers.norms import RMSNorm
+from megatron_ext.layers.norms import ResidualRMSNorm, RMSNorm
 from megatron_ext.model.residual import connect_layers
 from megatron_ext.parallel.pipeline import SourceCache
 
@@ -112,10 +112,11 @@ def layer_spec(
         kda_recompute: the backward pass of linear attention computes again what it could keep.
         context_order: which queries of full attention a context parallel rank computes.
     """
+    norm = partial(ResidualRMSNorm, kernels=model.kernels)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=attention_spec(
                 model,
                 kind=kind,
@@ -124,7 +125,7 @@ def layer_spec(
                 context_order=context_order,
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=feed_forward_spec(model, balance, chunk_tokens=chunk_tokens),
             mlp_bda=get_bias_dropout_add,
         ),
@@ -173,4 +174,5 @@ def block_spec(
         chunk=virtual_stage * config.parallel.pipeline + pipeline_rank,
         cache=cache or SourceCache(),
     )
-    return TransformerBlockSubmodules(layer_specs=elements, layer_norm=RMSNorm)
+    norm = partial(RMSNorm, kernels=config.model.kernels)
+    return TransformerBlockSubmodules(layer_specs=elements, layer_norm=norm)

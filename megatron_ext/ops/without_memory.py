@@ -260,6 +260,13 @@ def depth_mix(sources: Sequence[Tensor], *vectors: Tensor | None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """torch's fused norm: keeps its input and one number a row."""
+    """Our norm, or torch's fused one: keeps its input and one number a row."""
     row = x.new_empty(x.shape[:-1], dtype=torch.float32)
     return _run([torch.empty_like(x)], (x, weight), kept=(x, weight, row))[0]
+
+
+def rms_norm_residual(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with its input as a second result."""
+    row = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    out, same = _run([torch.empty_like(x), x], (x, weight), kept=(x, weight, row))
+    return out, same

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.config.schema import BinPlacement, KernelBackend
-from megatron_ext.ops import expert_rows, gating, qkv_conv, quantile, router, situ
+from megatron_ext.ops import expert_rows, gating, qkv_conv, quantile, rms_norm, router, situ
 from megatron_ext.ops.kda import inputs
 
 KERNELS = (
@@ -20,6 +20,7 @@ KERNELS = (
     "kda_health",
     "kda_inputs",
     "qkv_conv",
+    "rms_norm",
     "router",
     "situ",
     "statistics",
@@ -47,6 +48,8 @@ pytestmark = [
     [
         (situ, [3072]),
         (gating, [128]),
+        (rms_norm, [7168]),
+        (rms_norm, [512]),
         (qkv_conv, [4]),
         (expert_rows, []),
     ],

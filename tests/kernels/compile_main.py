@@ -29,6 +29,7 @@ from megatron_ext.ops.launch import launch_settings
 from megatron_ext.ops.qkv_conv import triton as conv
 from megatron_ext.ops.quantile import triton as statistics
 from megatron_ext.ops.quantile import triton_update as update
+from megatron_ext.ops.rms_norm import triton as rms_norm
 from megatron_ext.ops.router import triton as router
 from megatron_ext.ops.situ import triton as situ
 
@@ -60,6 +61,7 @@ HEALTH = {
     **dict.fromkeys(("tokens", "width", "z_batch", "z_token", "z_head"), "i32"),
     "histogram": "*i64",
 }
+NORM = {**dict.fromkeys(("inverse", "d_weight"), "*fp32"), "eps": "fp32", "turns": "i32"}
 MIX = {
     **dict.fromkeys(("sources", "d_sources"), ("*bf16",) * 9),
     **dict.fromkeys(("query", "key", "norm", "scores", "inverses", "d_w", "d_norm"), "*fp32"),
@@ -161,6 +163,11 @@ KERNELS = [
         gating._settings("head_gate_backward", heads=96, width=128),
         {"NORM": True, "TOKENS": gating.TOKENS},
         GATE,
+    ),
+    *(
+        (kernel, rms_norm._settings(kernel.fn.__name__[1:], width), {"PASSED": True}, NORM)
+        for kernel in (rms_norm._rms_norm_forward, rms_norm._rms_norm_backward)
+        for width in (128, 1536, 7168, 16384)
     ),
     (
         conv._qkv_conv_forward,
@@ -268,7 +275,7 @@ def compile_kernel(kernel, settings, constants, types) -> tuple[str, list[str]]:
         {(names.index(n),): value for n, value in constants.items()},
         attributes,
     )
-    options = {n: v for n, v in settings.items() if n == "num_warps"}
+    options = {n: v for n, v in settings.items() if n in ("num_warps", "maxnreg")}
     compiled = triton.compile(source, target=HOPPER, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -74,11 +74,11 @@ def as_written(model: Any, scales: dict[int, Tensor], block: int) -> Tensor:
         if number % block == 0:
             heads = []
         projection, layer.self_attention.out = layer.self_attention.out, Through()
-        own, _ = layer.self_attention(layer.input_layernorm(h))
+        own, _ = layer.self_attention(layer.input_layernorm(h)[0])
         layer.self_attention.out = projection
         shared = sum((c * a for c, a in zip(scales.get(number, ()), heads, strict=True)), own)
         h = h + F.linear(shared, projection.weight)
-        h = h + layer.mlp(layer.pre_mlp_layernorm(h))[0]
+        h = h + layer.mlp(layer.pre_mlp_layernorm(h)[0])[0]
         heads.append(own)
     return h
 
