@@ -84,9 +84,9 @@ def candidates(kernel: str) -> list[Settings]:
     if kernel == "kda_backward_chunk":  # 4 warps have no registers for it, 16 spill half of them
         return product(num_warps=(8,))
     if kernel == "depth_mix_forward":
-        return product(num_warps=(4, 8, 16))
+        return product(OWN=(4, 8), num_warps=(4, 8))
     if kernel == "depth_mix_backward":
-        return product(PROGRAMS=(132, 264), num_warps=(4, 8, 16))
+        return product(OWN=(4, 8), PROGRAMS=(132, 264), num_warps=(4, 8))
     return blocks
 
 

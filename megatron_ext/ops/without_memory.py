@@ -251,12 +251,12 @@ def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weights, map, torch.empty_like(logits), logits.new_empty(len(logits))
 
 
-def depth_mix(sources: Sequence[Tensor], *vectors: Tensor | None) -> Tensor:
-    """fla's mix over depth: keeps the sources and two numbers a token and source."""
+def depth_mix(sources: Sequence[Tensor], *vectors: Tensor | None, numbers: int) -> Tensor:
+    """A mix over depth that keeps the sources and so many float32 numbers a token and source."""
     first, inputs = sources[0], (*sources, *vectors)
     shape = (len(sources), *first.shape[:-1])
-    numbers = [first.new_empty(shape, dtype=torch.float32) for _ in range(2)]
-    return _run([torch.empty_like(first)], inputs, kept=(*inputs, *numbers))[0]
+    more = [first.new_empty(shape, dtype=torch.float32) for _ in range(numbers)]
+    return _run([torch.empty_like(first)], inputs, kept=(*inputs, *more))[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

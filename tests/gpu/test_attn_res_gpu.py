@@ -57,7 +57,7 @@ def run(sources, vectors, backend):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("count", "width"), [(1, 128), (5, 128), (5, 1000)])
+@pytest.mark.parametrize(("count", "width"), [(1, 128), (5, 128), (5, 1000), (9, 1000)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_mix_is_the_formula(backend, count, width, norm, dtype):
     sources, vectors = inputs(count, dtype, width=width, norm=norm)

@@ -37,7 +37,17 @@ def run(function, norm: bool):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
-    ("count", "shape"), [(1, (3, 2, 8)), (3, (5, 1, 100)), (8, (7, 64)), (16, (2, 2, 130))], ids=str
+    ("count", "shape"),
+    [
+        (1, (3, 2, 8)),
+        (3, (5, 1, 100)),
+        (8, (7, 64)),
+        (9, (3, 40)),
+        (12, (2, 33)),
+        (16, (2, 2, 130)),
+        (9, (2, 2500)),  # several walks of a program
+    ],
+    ids=str,
 )
 def test_depth_mix_and_gradients(
     count: int, shape: tuple[int, ...], norm: bool, dtype: torch.dtype
@@ -79,10 +89,11 @@ def test_depth_mix_has_the_same_bits_every_time() -> None:
         assert all(torch.equal(a, b) for a, b in zip(grads(), grads(), strict=True))
 
 
+@pytest.mark.parametrize("count", [4, 9])
 @pytest.mark.parametrize("norm", [False, True])
-def test_readers_add_gradients_up_where_they_lie(norm: bool) -> None:
+def test_readers_add_gradients_up_where_they_lie(norm: bool, count: int) -> None:
     """Three mixes of sources of which two are finished, and one reader of another kind."""
-    tensors = [x.requires_grad_() for x in inputs(4, 9, 2, 100, dtype=torch.float32)]
+    tensors = [x.requires_grad_() for x in inputs(count, 9, 2, 100, dtype=torch.float32)]
 
     def grads(collect) -> list[Tensor]:
         query, key, weight, *sources = tensors

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_ext.ops.attn_res import triton as attn_res
+from megatron_ext.ops.attn_res import triton_kernels as mix_kernels
 from megatron_ext.ops.expert_rows import triton as expert_rows
 from megatron_ext.ops.gating import triton as gating
 from megatron_ext.ops.kda import own_backward
@@ -63,10 +64,8 @@ HEALTH = {
 }
 NORM = {**dict.fromkeys(("inverse", "d_weight"), "*fp32"), "eps": "fp32", "turns": "i32"}
 MIX = {
-    **dict.fromkeys(("sources", "d_sources"), ("*bf16",) * 9),
-    **dict.fromkeys(("query", "key", "norm", "scores", "inverses", "d_w", "d_norm"), "*fp32"),
+    **dict.fromkeys(("query", "key", "norm", "kept", "d_w", "d_norm"), "*fp32"),
     "eps": "fp32",
-    "turns": "i32",
     "added": "i32",
 }
 ROUTE = {
@@ -104,7 +103,7 @@ CHUNKS = {
 }
 # Bytes of stack a thread. One tile of this kernel is 16 registers of a thread, and some ten are
 # alive at once: about 50 numbers of a thread lie in memory for a while.
-ALLOWED = {"_kda_backward_chunk": 256}
+ALLOWED = {"_kda_backward_chunk": 256, "depth_mix_backward": 32}  # the latter by triton 3.7
 KERNELS = [
     (
         router._route_forward,
@@ -137,17 +136,15 @@ KERNELS = [
         UPDATE,
     ),
     (update._update_all, {"num_warps": 4}, {"LEVEL": True, "ALL": 1024}, UPDATE),
-    (
-        attn_res._depth_mix_forward,
-        attn_res._settings("depth_mix_forward", 7168, 9),
-        {"N": 9, "PADDED": 16, "NORM": True},
-        MIX,
-    ),
-    (
-        attn_res._depth_mix_backward,
-        attn_res._settings("depth_mix_backward", 7168, 9),
-        {"N": 9, "PADDED": 16, "NORM": True},
-        MIX,
+    *(
+        (
+            getattr(mix_kernels, name),
+            attn_res.settings(name, 7168, count),
+            {"N": count, "NORM": True},
+            MIX | dict.fromkeys(("sources", "d_sources"), ("*bf16",) * count),
+        )
+        for name in ("depth_mix_forward", "depth_mix_backward")
+        for count in (8, 9)
     ),
     (situ._situ_forward, launch_settings("situ_forward", 3072), K3, SITU),
     (situ._situ_backward, launch_settings("situ_backward", 3072), K3, SITU),
@@ -165,8 +162,11 @@ KERNELS = [
         GATE,
     ),
     *(
-        (kernel, rms_norm._settings(kernel.fn.__name__[1:], width), {"PASSED": True}, NORM)
-        for kernel in (rms_norm._rms_norm_forward, rms_norm._rms_norm_backward)
+        (kernel, rms_norm._settings(kernel.fn.__name__[1:], width), constants, NORM)
+        for kernel, constants in (
+            (rms_norm._rms_norm_forward, {}),
+            (rms_norm._rms_norm_backward, {"PASSED": True}),
+        )
         for width in (128, 1536, 7168, 16384)
     ),
     (

@@ -120,7 +120,7 @@ def depth_mix(
     )
     _check_fallback(backend, chosen, first, require=require)
     if chosen is Backend.triton and first.device.type == "meta":
-        return without_memory.depth_mix(sources, query, key_weight, norm_weight)
+        return without_memory.depth_mix(sources, query, key_weight, norm_weight, numbers=3)
     if chosen is Backend.triton:
         from megatron_ext.ops.attn_res.triton import depth_mix_triton as run
     else:

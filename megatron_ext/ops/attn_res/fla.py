@@ -53,7 +53,7 @@ def depth_mix_fla(
             f"float32, bfloat16 or float16 up to width {MAX_WIDTH} on cuda; use backend dense"
         )
     if first.device.type == "meta":
-        return without_memory.depth_mix(sources, query, key_weight, norm_weight)
+        return without_memory.depth_mix(sources, query, key_weight, norm_weight, numbers=2)
     from fla.ops.attnres import fused_attnres
 
     # checkpoint_level 1: the mixture before its norm is not stored but computed again.
