@@ -34,8 +34,8 @@ class Staging:
 
     Args:
         locked: whether it is page-locked, which a GPU needs to copy at full speed.
-        piece_bytes: of a piece of memory; one that holds a larger tensor is as large as that, and
-            one that the last tensors of a save need no larger than those.
+        piece_bytes: at most, of a piece of memory, which holds as many tensors as fit and has their
+            size; one that holds a larger tensor is as large as that.
     """
 
     def __init__(self, *, locked: bool | None = None, piece_bytes: int = PIECE_BYTES) -> None:
@@ -69,7 +69,7 @@ class Staging:
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies of tensors of any shapes and dtypes, under way where memory is page-locked:
-        synchronise before use.
+        synchronise before use, and while this object lives.
 
         Each has a storage of its own size, as all of a storage is written with a tensor.
         """
@@ -89,22 +89,24 @@ class Staging:
 
     def _places(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """(number of the piece, offset) for so many bytes each; gets pieces that are missing."""
-        held = [piece.nbytes for piece in self._pieces]
+        held, there = [piece.nbytes for piece in self._pieces], len(self._pieces)
         places, number, end = [], 0, 0
-        left = sum(map(_aligned, sizes))
-        for size in sizes:
-            while size and number < len(held) and end + size > held[number]:
+        for size in map(_aligned, sizes):
+            while number < len(held) and end + size > (
+                held[number] if number < there else self._piece_bytes
+            ):
                 number, end = number + 1, 0
             if size and number == len(held):
-                held.append(max(min(self._piece_bytes, left), size))
+                held.append(0)
             places.append((number, end))
-            end += _aligned(size)
-            left -= _aligned(size)
-        # A thread begins on the first GPU, whichever is this rank's.
-        device = torch.cuda.current_device() if self._locked else None
-        get = partial(_piece, device=device)
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as threads:
-            self._pieces += threads.map(get, held[len(self._pieces) :])
+            end += size
+            if size and number >= there:
+                held[number] = end
+        if missing := held[there:]:
+            # A thread begins on the first GPU, whichever is this rank's.
+            device = torch.cuda.current_device() if self._locked else None
+            with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_THREADS)) as threads:
+                self._pieces += threads.map(partial(_piece, device=device), missing)
         return places
 
 

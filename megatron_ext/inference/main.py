@@ -30,6 +30,7 @@ def generate(config: RunConfig) -> int:
     """
     config = stage_config(config, config.curriculum.stage or "")
     config.parallel.sequence = False
+    config.train.kda_recompute = True  # no backward pass: any backend will do
     options = config.generate
     runtime = start(config.run)
     try:

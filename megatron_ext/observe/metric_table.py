@@ -200,7 +200,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "step_seconds",
         "s",
-        "Wall-clock time of the step, without evaluation and saving",
+        "Wall-clock time of the step, without evaluation and saving; on a GPU with the update "
+        "of the step before it in place of its own",
         required=True,
         reproducible=False,
     ),

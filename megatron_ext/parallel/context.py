@@ -21,6 +21,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_ext.parallel.runtime import to_device
+
 
 @dataclass(frozen=True)
 class Span:
@@ -177,7 +179,7 @@ def _span(bounds: Sequence[int], *, start: int, end: int, device: torch.device) 
     return Span(
         before=before,
         first_end=local[1] if before else 0,
-        cu_seqlens=torch.tensor(local, dtype=torch.int32, device=device),
+        cu_seqlens=to_device(torch.tensor(local, dtype=torch.int32), device),
         longest=max(b - a for a, b in itertools.pairwise(local)),
         ended=end in bounds,
     )

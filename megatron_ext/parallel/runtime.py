@@ -120,6 +120,14 @@ def start(run: RunOptions) -> Runtime:
     )
 
 
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a tensor in main memory, which nobody waits for."""
+    # From memory that is not page-locked the copy would wait for what the device still computes.
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
 def stop() -> None:
     """Leave the process groups. Safe to call when nothing was started."""
     from megatron.core import parallel_state

@@ -151,7 +151,7 @@ def place(frame: FrameType | None) -> str:
     """Where a thread stands, in words: the collective and who called it, or the innermost line.
 
     Returns:
-        `all_reduce of rank 0 1 (megatron_ext/train/step.py:190 run_schedule)`, or
+        `all_reduce of rank 0 1 (megatron_ext/train/step.py:190 summed_passes)`, or
         `not in a collective: time.py:10 work`.
     """
     innermost = frame

@@ -44,7 +44,7 @@ def start(
 
 
 def update(chunks: Sequence[nn.Module], mesh: ProcessGroupCollection) -> list[LayerLoad]:
-    """Set the biases for the next step. Call it once, after the optimizer has accepted the step.
+    """Set the biases for the next step. Call it once, when the step is accepted.
 
     Returns:
         What every expert layer of the model was given, in order and on the host, on every rank.

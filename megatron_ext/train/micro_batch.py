@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_ext.data.batches import MicroBatch
 from megatron_ext.layers.output_head import losses_of
 from megatron_ext.parallel.context import ContextDocuments, pack_documents
+from megatron_ext.parallel.runtime import to_device
 from megatron_ext.train.losses import one_hot, sum_losses
 from megatron_ext.train.share import Share
 
@@ -129,8 +130,4 @@ def forward(
 
 
 def _copy(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    # From memory that is not page-locked the copy would wait for what the device still computes.
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return to_device(torch.from_numpy(array), device)

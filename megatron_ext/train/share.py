@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.checkpoint.state import unwrap
 from megatron_ext.data.batches import MicroBatch, padded_length, part_of_rank
+from megatron_ext.parallel.runtime import to_device
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Share:
         """
         if batch.padding is None:
             return None
-        mask = torch.from_numpy(batch.padding).to(device)
+        mask = to_device(torch.from_numpy(batch.padding), device)
         if self.tensor is not None and not unwrap(model).pre_process:
             mask = mask.chunk(self.tensor.size(), dim=1)[self.tensor.rank()]
         return mask

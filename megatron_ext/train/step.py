@@ -72,6 +72,9 @@ def must_be_finite(loss: float, grad_norm: float) -> bool:
 def train_step(state: TrainState, judge: Judge = must_be_finite) -> dict[str, float]:
     """Forward, backward and update for the next global batch. Advances `state`.
 
+    The update is queued and not waited for: on a GPU its time is in the `step_seconds` of the next
+    step, or in what comes between, as a save.
+
     Args:
         judge: asked on every rank between gradient norm and update. When it says no, the batch
             counts as consumed and the weights stay as they are; when it raises, nothing changes.

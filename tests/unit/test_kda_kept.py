@@ -272,6 +272,17 @@ def test_a_backend_without_the_choice_is_refused_where_it_would_run(asked) -> No
         errors(Problem(heads=1, tokens=4, width=16, recompute=False), **options)
 
 
+def test_a_pass_without_gradients_keeps_nothing_and_may_run_anywhere() -> None:
+    q, k, v, z = torch.randn(4, 1, 5, 1, 8)
+    arguments = (q, k, v, z, torch.zeros(1, 5, 1), None, torch.zeros(1, 8))
+    options: dict[str, Any] = {"gate": Gate.bounded_plain, "lower_bound": -5.0, "recompute": False}
+    with pytest.raises(ConfigError, match="kda_recompute"):
+        kda(*arguments, **options)
+    with torch.no_grad():
+        out, _ = kda(*arguments, **options)
+    assert out.shape == v.shape
+
+
 def test_the_check_at_the_start_runs_what_training_runs() -> None:
     words = ["model=nano", "data=demo", "train.kda_recompute=false"]
     assert not problem_of(compose(words)).recompute

@@ -119,7 +119,7 @@ def choose(
         value_dim=v.shape[-1],
         gate=gate,
         lower_bound=lower_bound,
-        recompute=recompute,
+        recompute=recompute or not torch.is_grad_enabled(),  # nothing is kept without gradients
     )
     wanted = device.type == "cuda" if backend is KdaBackend.auto else backend is KdaBackend.fla
     if require and wanted and chosen is KdaBackend.dense:
