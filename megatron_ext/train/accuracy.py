@@ -7,7 +7,7 @@ import torch
 from megatron_ext.config.layout import LayerKind, layer_kinds
 from megatron_ext.config.schema import KdaBackend, KdaCheck, Precision, RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.ops.kda import resolve_backend
+from megatron_ext.ops.kda import require_keeping, resolve_backend
 from megatron_ext.ops.kda.check import Problem, rejection
 
 
@@ -19,7 +19,7 @@ def kda_backend(config: RunConfig, device: torch.device) -> KdaBackend:
             backend has no such choice.
     """
     kda = config.model.kda
-    return resolve_backend(
+    chosen = resolve_backend(
         kda.backend,
         device,
         torch.bfloat16 if config.run.precision is Precision.bf16 else torch.float32,
@@ -27,8 +27,10 @@ def kda_backend(config: RunConfig, device: torch.device) -> KdaBackend:
         value_dim=kda.value_dim,
         gate=kda.gate,
         lower_bound=kda.lower_bound,
-        recompute=config.train.kda_recompute,
     )
+    if not config.train.kda_recompute:
+        require_keeping(chosen, kda.backend, device)
+    return chosen
 
 
 def check_kda(config: RunConfig, device: torch.device) -> None:

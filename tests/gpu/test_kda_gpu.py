@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,34 @@ def wide(case: Case) -> Case:
     return replace(case, heads=1, key_dim=128, value_dim=128)
 
 
+HALF = ("q", "k", "v", "z", "beta")
+
+
+def on_gpu(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leaves there, in bfloat16 what a model has in it."""
+    return {
+        n: x.to("cuda", torch.bfloat16 if n in HALF else torch.float32).requires_grad_()
+        for n, x in inputs.items()
+    }
+
+
+def forward(
+    case: Case, leaves: dict[str, torch.Tensor], **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and last state."""
+    return kda(
+        *(leaves[n] for n in HALF),
+        leaves.get("A_log"),
+        leaves["dt_bias"],
+        gate=case.gate,
+        lower_bound=-5.0,
+        cu_seqlens=None if case.offsets is None else torch.tensor(case.offsets, device="cuda"),
+        initial_state=leaves["initial_state"],
+        output_final_state=True,
+        **options,
+    )
+
+
 OWN = [
     *(wide(case) for case in CASES if case.gate is not Gate.softplus),
     wide(Case(130, gate_shift=-6.0, gate_spread=0.5)),
@@ -77,24 +106,8 @@ def test_kernels_equal_the_recurrence(backend: KdaBackend, case: Case) -> None:
     exact = (KdaBackend.reference, "cpu") if case.tokens < 1000 else (KdaBackend.dense, "cuda")
     want = run(case, inputs, backend=exact[0], dtype=torch.float64, device=exact[1])
     want = {n: x.cpu() for n, x in want.items()}
-    leaves = {
-        n: x.to("cuda", torch.bfloat16 if n in ("q", "k", "v", "z", "beta") else torch.float32)
-        for n, x in inputs.items()
-    }
-    leaves = {n: x.requires_grad_() for n, x in leaves.items()}
-    offsets = None if case.offsets is None else torch.tensor(case.offsets, device="cuda")
-    o, final = kda(
-        *(leaves[n] for n in ("q", "k", "v", "z", "beta")),
-        leaves.get("A_log"),
-        leaves["dt_bias"],
-        gate=case.gate,
-        lower_bound=-5.0,
-        cu_seqlens=offsets,
-        initial_state=leaves["initial_state"],
-        output_final_state=True,
-        backend=backend,
-        require=True,
-    )
+    leaves = on_gpu(inputs)
+    o, final = forward(case, leaves, backend=backend, require=True)
     generator = torch.Generator().manual_seed(99)
     upstream = [
         torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in (o, final)
@@ -113,27 +126,17 @@ def test_kernels_equal_the_recurrence(backend: KdaBackend, case: Case) -> None:
     [(KdaBackend.triton, case) for case in OWN] + [(KdaBackend.fla, case) for case in CASES],
 )
 def test_what_is_kept_is_what_would_be_computed_again(backend: KdaBackend, case: Case) -> None:
-    half, found, sizes = ("q", "k", "v", "z", "beta"), [], []
-    offsets = None if case.offsets is None else torch.tensor(case.offsets, device="cuda")
+    found, sizes = [], []
     for recompute in (True, False):
-        leaves = {
-            n: x.to("cuda", torch.bfloat16 if n in half else torch.float32).requires_grad_()
-            for n, x in make(case).items()
-        }
+        leaves = on_gpu(make(case))
         kept: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # noqa: B023  (called within this turn)
-            o, final = kda(
-                *(leaves[n] for n in half),
-                leaves.get("A_log"),
-                leaves["dt_bias"],
-                gate=case.gate,
-                lower_bound=-5.0,
-                cu_seqlens=offsets,
-                initial_state=leaves["initial_state"],
-                output_final_state=True,
-                backend=backend,
-                recompute=recompute,
-            )
+
+        def keep(x: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+            kept.append(x)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            o, final = forward(case, leaves, backend=backend, recompute=recompute)
         upstream = [torch.ones_like(o), torch.ones_like(final)]
         grads = torch.autograd.grad([o, final], list(leaves.values()), upstream)
         found.append(dict(zip(("o", "final", *leaves), (o, final, *grads), strict=True)))

@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_ext.config.compose import compose
 from megatron_ext.config.schema import Gate, KdaBackend
 from megatron_ext.errors import ConfigError
-from megatron_ext.ops.kda import fla, kda, own, own_fit, own_sweep, resolve_backend
+from megatron_ext.ops.kda import fla, kda, own, own_fit, own_sweep
 from megatron_ext.ops.kda.check import Problem, errors
-from megatron_ext.train.accuracy import problem_of
+from megatron_ext.train.accuracy import kda_backend, problem_of
 
 META, HALF = torch.device("meta"), torch.bfloat16
 WIDTH, CHUNK = 128, 64
@@ -54,10 +54,10 @@ class Fla:
         counts = (offsets.diff() + size - 1) // size
         return torch.tensor([(n, i) for n, count in enumerate(counts) for i in range(count)])
 
-    def kda_gate_chunk_cumsum(self, *, g, A_log, dt_bias, lower_bound, **rest):  # noqa: N803
+    def kda_gate_chunk_cumsum(self, *, g, A_log, dt_bias, lower_bound, **rest):  # noqa: N803  (fla's name)
         return mix(g.shape, torch.float32, g, A_log, dt_bias) * lower_bound
 
-    def recompute_w_u_fwd(self, *, q, k, v, beta, A, gk, **rest):  # noqa: N803
+    def recompute_w_u_fwd(self, *, q, k, v, beta, A, gk, **rest):  # noqa: N803  (fla's name)
         factors = [mix(k.shape, k.dtype, *given) for given in ((k, beta, A, gk), (q, gk), (gk, k))]
         return factors[0], mix(v.shape, v.dtype, v, beta, A), *factors[1:]
 
@@ -77,7 +77,7 @@ class Fla:
         new = mix(u.shape, u.dtype, *given) if rest.get("save_new_value", True) else None
         return states, new, final if rest["output_final_state"] else None
 
-    def chunk_gla_fwd_o_gk(self, *, q, v, g, A, h, **rest):  # noqa: N803
+    def chunk_gla_fwd_o_gk(self, *, q, v, g, A, h, **rest):  # noqa: N803  (fla's name)
         return mix(v.shape, v.dtype, q, v, g, A, h)
 
     def chunk_gated_delta_rule_bwd_dhu(self, *, q, k, w, gk, h0, dht, do, dv, **rest):
@@ -261,9 +261,11 @@ def test_fla_is_told_and_one_that_would_not_listen_is_refused(monkeypatch) -> No
 
 @pytest.mark.parametrize("asked", [KdaBackend.auto, KdaBackend.fla, KdaBackend.dense])
 def test_a_backend_without_the_choice_is_refused_where_it_would_run(asked) -> None:
-    shape = {"head_dim": 32, "value_dim": 32, "gate": Gate.bounded, "lower_bound": -5.0}
+    words = ["model=nano", "data=demo", "train.kda_recompute=false", "run.device=auto"]
+    config = compose(words, world_size=1)
+    config.model.kda.backend = asked
     with pytest.raises(ConfigError) as caught:
-        resolve_backend(asked, torch.device("cpu"), torch.float32, **shape, recompute=False)
+        kda_backend(config, torch.device("cpu"))
     assert f"train.kda_recompute=false: model.kda.backend={asked.value} is dense" in str(
         caught.value
     )

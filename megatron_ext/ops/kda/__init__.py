@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ext.config.schema import Gate, KdaBackend
 from megatron_ext.ops.kda import cudnn, fla, own
-from megatron_ext.ops.kda.choice import choose, resolve_backend
+from megatron_ext.ops.kda.choice import choose, require_keeping, resolve_backend
 from megatron_ext.ops.kda.context import Core, any_context_kda, chunk_context_kda
 from megatron_ext.ops.kda.conv import short_conv_dense, short_conv_reference
 from megatron_ext.ops.kda.dense import chunk_kda
@@ -31,6 +31,7 @@ __all__ = [
     "max_inverse_decay",
     "normalise",
     "recurrent_kda",
+    "require_keeping",
     "resolve_backend",
     "short_conv",
 ]

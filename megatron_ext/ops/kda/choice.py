@@ -20,7 +20,6 @@ def resolve_backend(
     value_dim: int,
     gate: Gate,
     lower_bound: float,
-    recompute: bool = True,
 ) -> KdaBackend:
     """The backend that will run: what is asked for where it can, else ``dense``; cudnn and triton
     are never replaced.
@@ -34,44 +33,13 @@ def resolve_backend(
         value_dim: width V of a value head.
         gate: form of the decay gate.
         lower_bound: smallest log-decay a token, in nats. Not used by ``softplus``.
-        recompute: the backward pass computes again what it could keep; only fla and triton have
-            the choice.
 
     Returns:
         ``reference``, ``dense``, ``fla``, ``cudnn`` or ``triton``; never ``auto``.
 
     Raises:
-        ConfigError: ``cudnn`` or ``triton``, which cannot run there; not ``recompute``, and what
-            would run has no such choice.
+        ConfigError: ``cudnn`` or ``triton``, which cannot run there.
     """
-    chosen = _that_fits(
-        backend,
-        device,
-        dtype,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        gate=gate,
-        lower_bound=lower_bound,
-    )
-    if not recompute and chosen not in KEEPING:
-        raise ConfigError(
-            f"train.kda_recompute=false: model.kda.backend={backend.value} is {chosen.value} on "
-            f"{device.type}, and {WHY_NOT[chosen]} (allowed train.kda_recompute=true; or a GPU "
-            "with fla-core and model.kda.backend=auto, fla or triton)"
-        )
-    return chosen
-
-
-def _that_fits(
-    backend: KdaBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    head_dim: int,
-    value_dim: int,
-    gate: Gate,
-    lower_bound: float,
-) -> KdaBackend:
     if backend in (KdaBackend.reference, KdaBackend.dense):
         return backend
     if backend is KdaBackend.cudnn:
@@ -92,6 +60,23 @@ def _that_fits(
             return KdaBackend.triton
     usable = fla.available(device) and head_dim <= fla.MAX_HEAD_DIM
     return KdaBackend.fla if usable else KdaBackend.dense
+
+
+def require_keeping(chosen: KdaBackend, asked: KdaBackend, device: torch.device) -> None:
+    """Refuse a backend that cannot keep what its backward pass needs.
+
+    Args:
+        chosen: by ``resolve_backend``, of what was ``asked`` for on a ``device``.
+
+    Raises:
+        ConfigError: it is neither fla nor triton.
+    """
+    if chosen not in KEEPING:
+        raise ConfigError(
+            f"train.kda_recompute=false: model.kda.backend={asked.value} is {chosen.value} on "
+            f"{device.type}, and {WHY_NOT[chosen]} (allowed train.kda_recompute=true; or a GPU "
+            "with fla-core and model.kda.backend=auto, fla or triton)"
+        )
 
 
 def choose(
@@ -119,8 +104,9 @@ def choose(
         value_dim=v.shape[-1],
         gate=gate,
         lower_bound=lower_bound,
-        recompute=recompute or not torch.is_grad_enabled(),  # nothing is kept without gradients
     )
+    if not recompute and torch.is_grad_enabled():  # nothing is kept without gradients
+        require_keeping(chosen, backend, device)
     wanted = device.type == "cuda" if backend is KdaBackend.auto else backend is KdaBackend.fla
     if require and wanted and chosen is KdaBackend.dense:
         raise ConfigError(
