@@ -4,7 +4,7 @@ Other words are overrides as for pretrain.py. A run is trained with a save in th
 `--every` steps; its rows say how long training stood still for them. Then the same model, after a
 step, is saved while nothing else happens, and loaded, as a resume does, from files that are not in
 memory, beside one file of as many bytes. `--saves 0` leaves the run out, for a model that is too
-large to train here. One rank.
+large to train here, and `--repeats 0` the second part. One rank.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def throughput_rows(state: TrainState, folder: Path, *, repeats: int) -> list[Ro
             _seconds(lambda path=path: load(path, state.chunks, state.optimizer, state.mesh))
         )
         seconds["write"].append(size / 1e9 / disk_rate(folder, megabytes=max(1, size // MIB)))
-        (file,) = path.glob("__0_0.distcp")
+        file = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
         _forget([file])
         seconds["read"].append(size / file.stat().st_size * _seconds(lambda file=file: _read(file)))
     checkpointer.close()
@@ -131,7 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=50, help="steps between saves of the run")
     parser.add_argument("--saves", type=int, default=3, help="saves in the midst of the run")
-    parser.add_argument("--repeats", type=int, default=3, help="saves and loads, of which medians")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="saves and loads, of which medians; 0: none"
+    )
     parser.add_argument("--folder", type=Path, help="for checkpoints; default: a temporary one")
     parser.add_argument("--json", type=Path, help="also write the tables there")
     options, words = parser.parse_known_args()
@@ -144,10 +146,11 @@ def main() -> None:
             tables[f"a run that saves every {options.every} steps"] = trained_rows(
                 words, folder / "run", every=options.every, saves=options.saves
             )
-        state = build_state(config, runtime.start(config.run))
-        tables["throughput"] = throughput_rows(
-            state, folder / "checkpoints", repeats=options.repeats
-        )
+        if options.repeats:
+            state = build_state(config, runtime.start(config.run))
+            tables["throughput"] = throughput_rows(
+                state, folder / "checkpoints", repeats=options.repeats
+            )
         print("load average", *os.getloadavg())
         finish(tables, json_file=options.json)
     runtime.stop()

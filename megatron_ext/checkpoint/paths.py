@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ def publish(temporary: Path, step: int, written: Mapping[str, checksums.Entry]) 
         checksums.write(temporary, written)
         _sync(temporary)
         if final.exists():
-            _remove(final)
+            delete([_set_apart(final)])
         os.rename(temporary, final)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -212,9 +212,10 @@ def point(folder: Path, name: str) -> None:
 
 
 def prune(folder: Path, *, keep: int, keep_every: int) -> list[Path]:
-    """Delete old checkpoints and return them. The one that `latest` names always stays.
+    """Rename old checkpoints, to be deleted, and return their new paths, which nothing reads.
 
-    One that lacks a file, or has one cut short, is no reason to delete another: it does not count.
+    The one that `latest` names always stays. One that lacks a file, or has one cut short, is no
+    reason to delete another: it does not count. To `delete` large ones takes seconds.
 
     Args:
         folder: the folder of checkpoints.
@@ -231,26 +232,29 @@ def prune(folder: Path, *, keep: int, keep_every: int) -> list[Path]:
     if len(whole) < keep:
         return []
     old = [s for s in steps if s < whole[-keep] and not (keep_every > 0 and s % keep_every == 0)]
-    for step in old:
-        _remove(folders[step])
-    return [folders[step] for step in old]
+    return [_set_apart(folders[step]) for step in old]
+
+
+def delete(folders: Iterable[Path]) -> None:
+    """Delete what `prune` renamed; `clean` does what is left of it when a run ends in between."""
+    for path in folders:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def clean(folder: Path) -> list[Path]:
     """Delete what interrupted saves and deletions left behind, and return it."""
     stale = [*folder.glob(".step_*.tmp"), *folder.glob(".step_*.old")]
-    for path in stale:
-        shutil.rmtree(path, ignore_errors=True)
+    delete(stale)
     (folder / f".{LATEST}.tmp").unlink(missing_ok=True)
     return stale
 
 
-def _remove(path: Path) -> None:
-    # Renamed first: a half-deleted checkpoint must not bear a checkpoint's name.
+def _set_apart(path: Path) -> Path:
+    # A half-deleted checkpoint must not bear a checkpoint's name.
     doomed = path.parent / f".{path.name}.old"
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    return doomed
 
 
 def _write(path: Path, text: str) -> None:

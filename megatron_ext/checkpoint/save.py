@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -33,6 +34,9 @@ from megatron_ext.config.trainable import Trainable
 from megatron_ext.errors import CheckpointError
 
 T = TypeVar("T")
+
+FILE_BYTES = 4 << 30  # that a rank writes into one file, about
+MOST_FILES = 6  # of one rank, at a time; more were no faster on the disk of one host
 
 
 class Checkpointer:
@@ -76,14 +80,16 @@ class Checkpointer:
         self._temporary = folder
         self._report: Report | None = None
         self._saved: int | None = None
+        self._deletion: Thread | None = None
         self._begun = 0.0
         #: How long the last save took from its call until `latest` named it, in seconds.
         self.save_seconds: float | None = None
         self._queue = AsyncCallsQueue(persistent=False)
         self._staging = Staging()
+        self._files = TorchDistSaveShardedStrategy()
         # Kept between saves: it remembers which rank writes which replica.
         self._strategy = FullyParallelSaveStrategyWrapper(
-            TorchDistSaveShardedStrategy(), mesh.dp_cp, do_cache_distribution=True
+            self._files, mesh.dp_cp, do_cache_distribution=True
         )
 
         def make() -> None:
@@ -91,6 +97,10 @@ class Checkpointer:
             paths.clean(folder)
 
         self._on_rank_0(make, "the folder of checkpoints cannot be prepared")
+
+    def reserve(self, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
+        """Get the main memory that a save copies a GPU's tensors to, while training goes on."""
+        self._staging.reserve(state.device_bytes(chunks, optimizer, self._mesh))
 
     def save(
         self,
@@ -118,6 +128,7 @@ class Checkpointer:
         self._finish(blocking=True)
         if step == self._saved:
             return
+        self._end_deletion()  # the disk need not hold what is deleted and what is new
         self._begun = time.monotonic()
         updates = state.optimizer_step(optimizer)
         if paths.RESERVED in extra:
@@ -142,6 +153,7 @@ class Checkpointer:
             "rng": state.rng_object(rng.capture()),
         }
         self._pending = step
+        self._files.thread_count = state.files(chunks, file_bytes=FILE_BYTES, most=MOST_FILES)
         try:
             without_helper()
             request = dist_checkpointing.save(
@@ -181,12 +193,18 @@ class Checkpointer:
         self._finish(blocking=False)
 
     def close(self) -> None:
-        """Wait for a running save and finish it.
+        """Wait for a running save and finish it, and until old checkpoints are deleted.
 
         Raises:
             CheckpointError: the save failed on some rank.
         """
         self._finish(blocking=True)
+        self._end_deletion()
+
+    def _end_deletion(self) -> None:
+        if self._deletion is not None:
+            self._deletion.join()
+            self._deletion = None
 
     def _finish(self, *, blocking: bool) -> None:
         if self._pending is None:
@@ -211,7 +229,9 @@ class Checkpointer:
         self.save_seconds = time.monotonic() - self._begun
 
         def prune() -> None:
-            paths.prune(self.folder, keep=self._keep, keep_every=self._keep_every)
+            old = paths.prune(self.folder, keep=self._keep, keep_every=self._keep_every)
+            self._deletion = Thread(target=paths.delete, args=(old,))
+            self._deletion.start()
 
         self._on_rank_0(prune, "old checkpoints cannot be deleted")
 

@@ -2,9 +2,9 @@
 
 torch page-locks memory for `tensor.to("cpu", non_blocking=True)`, as megatron-core calls it, by the
 tensor, rounded up to a power of two, on one thread, and so slowly that the first save of a run
-waits for little else. Here tensors lie behind each other in pieces that threads get ready at a
-time and that the next save copies into again. The memory is shared with forked processes: a fork
-copies what is page-locked and private, page for page.
+waits for little else. Here tensors lie behind each other in memory that can be got ready while
+training goes on and that the next save copies into again. It is shared with forked processes: a
+fork copies what is page-locked and private, page for page.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 1 << 30
 ALIGNMENT = 64  # of every tensor: what processors load at once
-MOST_THREADS = 16  # that get pieces ready
+PART_BYTES = 1 << 30  # that a thread makes pages of at a time
+MOST_THREADS = 16  # while training waits
+FEW_THREADS = 4  # while it goes on, on the same processors
 
 # (path, name, (objects, tensors)), the last two as (item, data): megatron-core's.
 Bucket = tuple[str, str, tuple[list[tuple[Any, Any]], list[tuple[Any, Tensor]]]]
@@ -34,14 +34,22 @@ class Staging:
 
     Args:
         locked: whether it is page-locked, which a GPU needs to copy at full speed.
-        piece_bytes: at most, of a piece of memory, which holds as many tensors as fit and has their
-            size; one that holds a larger tensor is as large as that.
     """
 
-    def __init__(self, *, locked: bool | None = None, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, *, locked: bool | None = None) -> None:
         self._locked = torch.cuda.is_available() if locked is None else locked
-        self._piece_bytes = piece_bytes
-        self._pieces: list[Tensor] = []
+        self._regions: list[Tensor] = []
+        self._coming: Future[Tensor] | None = None
+
+    def reserve(self, size: int) -> None:
+        """Begin to get so many bytes ready, in the background; the next copies wait for them.
+
+        Does nothing where there is memory already.
+        """
+        if size and not self._regions and self._coming is None:
+            with_one = ThreadPoolExecutor(1)
+            self._coming = with_one.submit(self._region, size, threads=FEW_THREADS)
+            with_one.shutdown(wait=False)
 
     def to_host(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         """The same buckets, with tensors of a device replaced by copies in main memory.
@@ -79,47 +87,44 @@ class Staging:
             # By way of a buffer: a view would share the storage of all.
             copy = torch.empty(0, dtype=tensor.dtype)
             if tensor.numel():
-                piece = self._pieces[number].numpy()
+                region = self._regions[number].numpy()
                 copy = torch.frombuffer(
-                    piece, dtype=tensor.dtype, count=tensor.numel(), offset=offset
+                    region, dtype=tensor.dtype, count=tensor.numel(), offset=offset
                 )
             copies.append(copy.view(tensor.shape))
             copies[-1].copy_(tensor.detach(), non_blocking=self._locked)
         return copies
 
     def _places(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """(number of the piece, offset) for so many bytes each; gets pieces that are missing."""
-        held, there = [piece.nbytes for piece in self._pieces], len(self._pieces)
+        """(number of the region, offset) for so many bytes each; gets one more if need be."""
+        if self._coming is not None:
+            self._regions.append(self._coming.result())
+            self._coming = None
         places, number, end = [], 0, 0
         for size in map(_aligned, sizes):
-            while number < len(held) and end + size > (
-                held[number] if number < there else self._piece_bytes
-            ):
+            while number < len(self._regions) and end + size > self._regions[number].nbytes:
                 number, end = number + 1, 0
-            if size and number == len(held):
-                held.append(0)
             places.append((number, end))
             end += size
-            if size and number >= there:
-                held[number] = end
-        if missing := held[there:]:
-            # A thread begins on the first GPU, whichever is this rank's.
-            device = torch.cuda.current_device() if self._locked else None
-            with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_THREADS)) as threads:
-                self._pieces += threads.map(partial(_piece, device=device), missing)
+        if number == len(self._regions) and end:
+            self._regions.append(self._region(end, threads=MOST_THREADS))
         return places
 
+    def _region(self, size: int, *, threads: int) -> Tensor:
+        """So many bytes of new memory, page-locked for a GPU if there is one."""
+        region = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        if self._locked:
+            address, cudart = region.data_ptr(), torch.cuda.cudart()
 
-def _piece(size: int, *, device: int | None) -> Tensor:
-    """Memory of so many bytes, page-locked for a GPU if there is one."""
-    piece = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    if device is not None:
-        with torch.cuda.device(device):
-            address, cudart = piece.data_ptr(), torch.cuda.cudart()
-            ctypes.memset(address, 0, size)  # each thread has its pages made, which is most of it
+            def make_pages(begin: int) -> None:
+                ctypes.memset(address + begin, 0, min(PART_BYTES, size - begin))
+
+            # Registering would make them too, one after another, which takes most of the time.
+            with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), threads)) as helpers:
+                list(helpers.map(make_pages, range(0, size, PART_BYTES)))
             torch.cuda.check_error(int(cudart.cudaHostRegister(address, size, 0)))
-            weakref.finalize(piece, cudart.cudaHostUnregister, address).atexit = False
-    return piece
+            weakref.finalize(region, cudart.cudaHostUnregister, address).atexit = False
+        return region
 
 
 def _aligned(size: int) -> int:

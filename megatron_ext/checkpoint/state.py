@@ -34,6 +34,7 @@ from megatron_ext.optim.groups import LATE
 
 MAIN_WEIGHT = "optimizer.state.fp32_param."
 RNG = "rng_state"
+WEIGHT_BYTES = 2 + 3 * 4  # in a checkpoint of a bf16 run: a weight, its main weight, two moments
 
 # One parameter's optimizer tensors: `exp_avg`, `exp_avg_sq` and, if kept apart, `fp32_param`.
 Entry = dict[str, ShardedTensor | ShardedTensorFactory]
@@ -96,6 +97,36 @@ def optimizer_step(optimizer: MegatronOptimizer) -> int:
     groups = [group for part in optimizer_parts(optimizer) for group in part.optimizer.param_groups]
     steps = (int(group.get("step", 0)) + int(group.get(LATE, 0)) for group in groups)
     return max(steps, default=0)
+
+
+def device_bytes(
+    chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: ProcessGroupCollection
+) -> int:
+    """About how many bytes a save copies from this rank's device, known before the first update.
+
+    Of weights that several ranks hold each writes a share. The state of an optimizer that ranks
+    share is gathered in main memory, so that only one that a rank has alone counts, with a main
+    weight and two moments in float32.
+    """
+    held = [p for chunk in chunks for p in chunk.parameters() if p.device.type != "cpu"]
+    size = 0
+    for parameter in held:
+        group = mesh.dp_cp if getattr(parameter, "allreduce", True) else mesh.expt_dp
+        size += parameter.nbytes // group.size()
+    for part in optimizer_parts(optimizer):
+        if isinstance(part, DistributedOptimizer) and part.data_parallel_group.size() == 1:
+            groups = part.optimizer.param_groups
+            mains = [p for group in groups for p in group["params"] if p.device.type != "cpu"]
+            size += sum(3 * 4 * main.numel() for main in mains)
+    return size
+
+
+def files(chunks: Sequence[nn.Module], *, file_bytes: int, most: int) -> int:
+    """In how many files of about `file_bytes` this rank's share belongs, which are written and
+    checked at a time: 1 to `most`. Counts as if no other rank had a part of this one's weights.
+    """
+    weights = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+    return max(1, min(most, weights * WEIGHT_BYTES // file_bytes))
 
 
 def set_optimizer_step(optimizer: MegatronOptimizer, step: int) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron_ext.checkpoint import checksums, paths
 from megatron_ext.errors import CheckpointError
 
-# Lines that a message shows of many.
-SHOWN = 8
+SHOWN = 8  # lines of many in a message
+FILES_AT_A_TIME = 4  # that a rank reads
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ def problems(path: Path) -> list[str]:
     Returns:
         A line `file: expected ..., found ...` for each difference, the same on every rank.
     """
-    return gather(local_problems(path, part=dist.get_rank(), parts=dist.get_world_size()))
+    part, parts = dist.get_rank(), dist.get_world_size()
+    return gather(local_problems(path, part=part, parts=parts, workers=FILES_AT_A_TIME))
 
 
 def local_problems(path: Path, *, part: int = 0, parts: int = 1, workers: int = 1) -> list[str]:

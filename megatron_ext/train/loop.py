@@ -69,6 +69,7 @@ def run_loop(
     config, ending, begun_at = state.config, Ending(), state.step
     referee = Referee(state.health, requests, device=state.runtime.device)
     cost = _cost(state)
+    checkpointer.reserve(state.chunks, state.optimizer)
     watchdog.beat(state.step, "evaluation before training")
     begun: dict[str, float] = {}
     if state.step == state.stage.first_step:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.checkpoint.save import MOST_FILES
+
 ROOT = Path(__file__).resolve().parents[2]
 MAIN = "tests.support.checkpoint_worker"
 LAYOUTS = ("tensor", "pipeline", "virtual", "data", "data_plain")
@@ -62,7 +64,10 @@ def crash(folder: Path) -> dict[str, Any]:
     return launch("crash", folder, fails=True)
 
 
-def test_resume_at_the_same_layout_is_bit_exact(one: dict[str, Any]) -> None:
+def test_resume_at_the_same_layout_is_bit_exact(one: dict[str, Any], folder: Path) -> None:
+    sizes = [file.stat().st_size for file in (folder / "one/step_00000002").glob("*.distcp")]
+    assert len(sizes) == MOST_FILES
+    assert max(sizes) < 1.5 * sum(sizes) / len(sizes), "written at a time, none much later"
     assert one["resumed"] == 0.0
     assert one["resumed_norm_equal"]
     assert one["same_noise"], "the random states came back"
@@ -152,6 +157,12 @@ def test_a_failed_write_leaves_nothing_and_the_next_save_works(
     assert "Check free space" in crash[name]
     assert crash[f"{name}_left"] == ["latest", "step_00000001"]
     assert crash[f"{name}_after"] == ["latest", "step_00000001", "step_00000003"]
+
+
+def test_training_does_not_wait_until_old_checkpoints_are_deleted(crash: dict[str, Any]) -> None:
+    kept = ["latest", "step_00000002", "step_00000003"]
+    assert crash["while_deleting"] == [".step_00000001.old", *kept]
+    assert crash["deleted"] == kept
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(

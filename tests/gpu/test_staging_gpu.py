@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_ext.checkpoint.save import Checkpointer
 from megatron_ext.checkpoint.staging import Staging
+from megatron_ext.checkpoint.state import device_bytes
+from megatron_ext.config.compose import compose
+from megatron_ext.parallel import runtime
+from megatron_ext.train.loop import save
+from megatron_ext.train.state import build_state
+from megatron_ext.train.step import train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,7 +23,8 @@ pytestmark = [
 ]
 
 
-def test_copies_are_whole_do_not_follow_the_device_and_are_read_in_a_fork() -> None:
+@pytest.mark.parametrize("reserved", [0, 9 << 20, 1 << 30])
+def test_copies_are_whole_do_not_follow_the_device_and_are_read_in_a_fork(reserved: int) -> None:
     torch.manual_seed(0)
     tensors = [
         torch.randn(3_000_001, device="cuda", dtype=torch.bfloat16),
@@ -26,7 +35,8 @@ def test_copies_are_whole_do_not_follow_the_device_and_are_read_in_a_fork() -> N
         torch.randn(1 << 20, device="cuda")[17:90],
     ]
     expected = [tensor.cpu().clone() for tensor in tensors]
-    staging = Staging(piece_bytes=1 << 20)  # some tensors are larger
+    staging = Staging()
+    staging.reserve(reserved)  # 9 MiB are too few
     ((_, _, (_, found)),) = staging.to_host([("p", "n", ([], [(None, x) for x in tensors]))])
     for tensor in tensors:
         if tensor.is_cuda:
@@ -39,6 +49,26 @@ def test_copies_are_whole_do_not_follow_the_device_and_are_read_in_a_fork() -> N
     if not (child := os.fork()):
         os._exit(0 if [_bytes(copy) for copy in copies] == whole else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_what_a_save_copies_is_known_before_the_first_update(tmp_path: Path) -> None:
+    words = ["data=sample", "run.precision=bf16", f"run.dir={tmp_path}", "model.kda.backend=dense"]
+    config = compose(words)
+    place = runtime.start(config.run)
+    try:
+        state = build_state(config, place)
+        expected = device_bytes(state.chunks, state.optimizer, state.mesh)
+        checkpointer = Checkpointer(
+            tmp_path / "c", mesh=state.mesh, asynchronous=False, keep=0, keep_every=0
+        )
+        checkpointer.reserve(state.chunks, state.optimizer)
+        train_step(state)
+        save(state, checkpointer)
+    finally:
+        runtime.stop()
+    written = sum(file.stat().st_size for file in tmp_path.rglob("*.distcp"))
+    entries = 4 * len(list(state.chunks[0].parameters()))
+    assert expected <= written <= expected + 4096 * entries  # a header each
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_ext.checkpoint import load as load_module
 from megatron_ext.checkpoint import paths, state
+from megatron_ext.checkpoint import save as save_module
 from megatron_ext.checkpoint.save import Checkpointer
 from megatron_ext.config.schema import Device, ParallelOptions, Precision, RunConfig
 from megatron_ext.model.build import build_chunks
@@ -26,6 +27,8 @@ from megatron_ext.parallel.mcore_config import ddp_config, transformer_config
 from megatron_ext.parallel.mesh import build_mesh
 
 SEQUENCE, SEQUENCES, VOCABULARY = 16, 4, 128
+
+save_module.FILE_BYTES = 1 << 16  # so that ranks write several files, as those of large models do
 
 
 def make_config(parallel: ParallelOptions, precision: Precision = Precision.fp32) -> RunConfig:

@@ -3,8 +3,8 @@
 one    FOLDER   1 rank: train, save step 2 as `one`, write full tensors and the next step's result
 many   FOLDER   2 ranks: load it in every layout, compare, train on, save each layout's own
 back   FOLDER   1 rank: load what each layout saved and compare
-crash  FOLDER   1 rank: saves that fail to write; then save step 1, begin step 2 in
-                    the background, die in the middle of it
+crash  FOLDER   1 rank: deletions that take long; saves that fail to write; then save step 1,
+                    begin step 2 in the background, die in the middle of it
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.checkpoint import gather, state
+from megatron_ext.checkpoint import gather, paths, state
 from megatron_ext.checkpoint import load as load_module
 from megatron_ext.config.schema import ParallelOptions, Precision
 from megatron_ext.errors import CheckpointError
@@ -231,6 +232,27 @@ def full_disk(folder: Path, results: dict[str, Any]) -> None:
             results[f"{name}_after"] = sorted(p.name for p in (folder / name).iterdir())
 
 
+def slow_deletion(folder: Path, results: dict[str, Any]) -> None:
+    """What names are there while old checkpoints are being deleted, and after."""
+    go, real = threading.Event(), paths.delete
+
+    def delete(old: list[Path]) -> None:
+        if old:
+            go.wait(60)
+        real(old)
+
+    paths.delete = delete
+    with layout(ParallelOptions()) as setup:
+        writer = setup.writer(folder / "slow")
+        for step in (1, 2, 3):
+            writer.save(step, setup.chunks, setup.optimizer, {})
+        results["while_deleting"] = sorted(p.name for p in (folder / "slow").iterdir())
+        go.set()
+        writer.close()
+        results["deleted"] = sorted(p.name for p in (folder / "slow").iterdir())
+    paths.delete = real
+
+
 def failure(path: Path, setup: Setup) -> str:
     try:
         load_module.load(path, setup.chunks, None, setup.mesh)
@@ -273,6 +295,7 @@ def back(folder: Path, results: dict[str, Any]) -> None:
 
 
 def crash(folder: Path, results: dict[str, Any]) -> None:
+    slow_deletion(folder, results)
     full_disk(folder, results)
     with layout(ParallelOptions()) as setup:
         setup.step(1)

@@ -65,9 +65,13 @@ def test_steps_are_compared_as_numbers(tmp_path: Path) -> None:
     ]
     paths.point(tmp_path, "step_99999999")
     # A longer name is no reason to count among the newest up to `latest`.
-    assert paths.prune(tmp_path, keep=1, keep_every=0) == [tmp_path / "step_99999998"]
+    assert paths.prune(tmp_path, keep=1, keep_every=0) == [tmp_path / ".step_99999998.old"]
     paths.point(tmp_path, "step_100000000")
-    assert paths.prune(tmp_path, keep=1, keep_every=0) == [tmp_path / "step_99999999"]
+    old = paths.prune(tmp_path, keep=1, keep_every=0)
+    assert old == [tmp_path / ".step_99999999.old"]
+    assert old[0].is_dir(), "deleting takes long: whoever prunes chooses when"
+    paths.delete(old)
+    assert not old[0].exists()
 
 
 @pytest.mark.parametrize("text", ["step_00000099", "", "../step_00000010", "/"])

@@ -23,7 +23,7 @@ def test_copies_are_whole_and_written_alone() -> None:
         torch.zeros(0, 3),
     ]
     wanted = [tensor.clone() for tensor in tensors]
-    staging = Staging(locked=False, piece_bytes=1024)  # some tensors are larger
+    staging = Staging(locked=False)
     staging.copies([torch.ones(900), torch.ones(3)])  # of a save before
     copies = staging.copies(tensors)
     for tensor in tensors:
@@ -39,9 +39,9 @@ def test_copies_are_whole_and_written_alone() -> None:
         assert copy.untyped_storage().nbytes() == copy.nbytes
 
 
-def test_memory_is_taken_once_and_no_more_than_there_is_to_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the memory that is taken, in the order of asking."""
     sizes: list[int] = []
     plain = mmap.mmap
 
@@ -50,16 +50,36 @@ def test_memory_is_taken_once_and_no_more_than_there_is_to_copy(
         return plain(number, size)
 
     monkeypatch.setattr(mmap, "mmap", take)
+    return sizes
+
+
+def test_memory_is_taken_once_and_no_more_than_there_is_to_copy(taken: list[int]) -> None:
     tensors = [torch.zeros(1001), torch.zeros(0), torch.zeros(60), torch.zeros(200), torch.ones(3)]
-    staging = Staging(locked=False, piece_bytes=1024)
+    staging = Staging(locked=False)
+    staging.copies(tensors[1:2])
+    assert taken == []
     staging.copies(tensors)
-    # The large one alone; 256 + 832 bytes do not fit one piece; the last one holds 832 and 64.
-    assert sorted(sizes) == [256, 896, 4032]
+    assert taken == [4032 + 256 + 832 + 64]
     staging.copies(tensors)
-    assert len(sizes) == 3
+    assert len(taken) == 1
     *_, copy = staging.copies([*tensors, torch.ones(20)])
-    assert sorted(sizes) == [128, 256, 896, 4032]
+    assert taken[1:] == [128]
     assert torch.equal(copy, torch.ones(20))
+
+
+def test_reserved_memory_is_used_and_what_is_missing_is_taken(taken: list[int]) -> None:
+    staging = Staging(locked=False)
+    staging.reserve(0)
+    staging.reserve(1024)
+    tensors = [torch.full((128,), float(number)) for number in range(3)]
+    copies = staging.copies(tensors[:2])
+    assert taken == [1024]
+    assert all(map(torch.equal, copies, tensors))
+    copies = staging.copies(tensors)
+    assert taken == [1024, 512]
+    assert all(map(torch.equal, copies, tensors))
+    staging.reserve(1 << 20)  # there is some
+    assert len(taken) == 2
 
 
 def test_a_fork_reads_the_same_memory_not_a_copy() -> None:
