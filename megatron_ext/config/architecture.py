@@ -69,6 +69,12 @@ class ExpertBackend(Enum):
     transformer_engine = "transformer_engine"
 
 
+class ExpertFp8(Enum):
+    none = "none"
+    current = "current"  # a scale a tensor, of its own largest magnitude
+    blockwise = "blockwise"  # a scale a block of 128 or 128 x 128
+
+
 class KernelBackend(Enum):
     auto = "auto"  # triton on a GPU where it passes its check, else dense
     reference = "reference"
@@ -171,6 +177,10 @@ class ExpertOptions:
     )
     dispatcher: Dispatcher = option(Dispatcher.alltoall, "How tokens reach the ranks of experts")
     backend: ExpertBackend = option(ExpertBackend.auto, "Matrix products of the experts")
+    fp8: ExpertFp8 = option(
+        ExpertFp8.none,
+        "These products in FP8, by transformer_engine: a scale a tensor, or one a block of 128",
+    )
     require: bool = option(False, "Make a fallback of the backend an error")
 
 

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from megatron_ext.config.layout import expert_layers, model_parallel_size
 from megatron_ext.config.problem import Problem
 from megatron_ext.config.ranges import divisors, nearest, nearest_multiples
-from megatron_ext.config.schema import ExpertBackend, Mode, Precision, RunConfig
+from megatron_ext.config.schema import (
+    Device,
+    ExpertBackend,
+    ExpertFp8,
+    Mode,
+    Precision,
+    RunConfig,
+)
+
+FP8_WIDTH = 16  # FP8 numbers in the 16 bytes to which matrices are aligned
 
 
 def expert_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
@@ -41,6 +50,12 @@ def expert_problems(config: RunConfig, world_size: int | None) -> Iterator[Probl
                 "layers of experts to give chunks to (allowed null; or model.first_dense_layers=1)",
                 ("train.expert_chunk_tokens", "model.first_dense_layers"),
             )
+        if experts.fp8 is not ExpertFp8.none:
+            yield Problem(
+                f"model.experts.fp8={experts.fp8.name}: there are no layers of experts (allowed "
+                "none; or model.first_dense_layers=1)",
+                ("model.experts.fp8", "model.first_dense_layers"),
+            )
         return
     if experts.top_k > experts.num_experts:
         yield Problem(
@@ -55,6 +70,7 @@ def expert_problems(config: RunConfig, world_size: int | None) -> Iterator[Probl
             "run.precision=fp32 was given (allowed loop, auto; or run.precision=bf16)",
             ("model.experts.backend", "run.precision"),
         )
+    yield from _fp8_problems(config)
     spread = {"expert": "num_experts", "expert_tensor": "feed_forward_size"}
     wrong = False
     for key, name in spread.items():
@@ -85,3 +101,43 @@ def expert_problems(config: RunConfig, world_size: int | None) -> Iterator[Probl
                 "parallel.pipeline",
             ),
         )
+
+
+def _fp8_problems(config: RunConfig) -> Iterator[Problem]:
+    """Kernels of FP8 that cannot take these options. Which GPU it is, is known only in the run."""
+    model, experts = config.model, config.model.experts
+    if experts.fp8 is ExpertFp8.none:
+        return
+    given = f"model.experts.fp8={experts.fp8.name}"
+    if experts.backend is not ExpertBackend.transformer_engine:
+        yield Problem(
+            f"{given}: is Transformer Engine's, and model.experts.backend={experts.backend.name} "
+            "was given (allowed none; or model.experts.backend=transformer_engine)",
+            ("model.experts.fp8", "model.experts.backend"),
+        )
+        if config.run.precision is not Precision.bf16:  # else said for the backend
+            yield Problem(
+                f"{given}: takes bfloat16 only, and run.precision={config.run.precision.name} was "
+                "given (allowed none; or run.precision=bf16)",
+                ("model.experts.fp8", "run.precision"),
+            )
+        if config.run.device is Device.cpu:
+            yield Problem(
+                f"{given}: needs a GPU, and run.device=cpu was given (allowed none; or "
+                "run.device=auto)",
+                ("model.experts.fp8", "run.device"),
+            )
+    latent = "hidden_size" if experts.latent_size is None else "experts.latent_size"
+    ranks = config.parallel.expert_tensor
+    for name, width, parts in (
+        (latent, experts.latent_size or model.hidden_size, 1),
+        ("experts.feed_forward_size", experts.feed_forward_size, ranks),
+    ):
+        if width % (parts * FP8_WIDTH) and not width % parts:
+            of_ranks = f" x parallel.expert_tensor={parts}" if parts > 1 else ""
+            yield Problem(
+                f"{given}: model.{name}={width} must be a multiple of {FP8_WIDTH}{of_ranks} "
+                f"(nearest {nearest_multiples(width, parts * FP8_WIDTH)}; or none)",
+                ("model.experts.fp8", f"model.{name}")
+                + (("parallel.expert_tensor",) if parts > 1 else ()),
+            )

@@ -72,6 +72,7 @@ class StackedExperts(MegatronModule):
             self.fc1.device,
             dtype=self.fc1.dtype,
             widths=(in_features, width),
+            precision=options.fp8,
             require=options.require,
         )
 
@@ -106,6 +107,7 @@ class StackedExperts(MegatronModule):
             linear_beta=self.linear_beta,
             kernels=self.kernels,
             backend=self.options.backend,
+            precision=self.options.fp8,
             require=self.options.require,
         )
 

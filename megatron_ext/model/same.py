@@ -34,6 +34,7 @@ FREE = {
     "model.experts.router_matmul",
     "model.experts.dispatcher",
     "model.experts.backend",
+    "model.experts.fp8",
     "model.experts.require",
 }
 

@@ -169,17 +169,25 @@ def cudnn_kda(
 
 class _Loop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, _of_experts(weight[0].T))
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fp8: bool) -> Tensor:
+        ctx.fp8 = fp8
+        # FP8 has rows and weights, each of them twice, and of the rows one stays.
+        scratch = _bytes(x.numel() + 2 * weight.numel()) if fp8 else None
+        ctx.save_for_backward(torch.empty_like(x, dtype=torch.uint8) if fp8 else x, weight)
+        out = torch.mm(x, _of_experts(weight[0].T))
+        del scratch
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad, d_x, d_weight = grads[0].contiguous(), None, None
+        gradients = _bytes(2 * grad.numel()) if ctx.fp8 else None
         if ctx.needs_input_grad[0]:
+            weights = _bytes(2 * weight.numel()) if ctx.fp8 else None
             d_x = torch.mm(grad, _of_experts(weight[0]))
+            del weights
         if ctx.needs_input_grad[1]:
             experts, width, latent = weight.shape
             each, rest = divmod(x.shape[0], experts)
@@ -190,16 +198,20 @@ class _Loop(torch.autograd.Function):
             if rest:
                 target = _of_experts(d_weight[0])
                 torch.mm(one.expand(width, rest), one.expand(rest, latent), out=target)
-        return d_x, d_weight
+        del gradients
+        return d_x, d_weight, None
 
 
-def loop_linear(x: Tensor, weight: Tensor) -> Tensor:
+def loop_linear(x: Tensor, weight: Tensor, *, fp8: bool = False) -> Tensor:
     """x [M, K], weight [E, N, K] to [M, N] as `grouped_mlp.loop.LoopLinear` makes it, in a few
     operators for all experts: a plan of 896 in 92 layers takes minutes otherwise.
 
     A product's flops do not depend on how its rows are spread.
+
+    Args:
+        fp8: as `grouped_mlp.fp8.Fp8Linear` makes it, without its rows of zeros.
     """
-    out: Tensor = _Loop.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's own lacks types
+    out: Tensor = _Loop.apply(x, weight, fp8)  # type: ignore[no-untyped-call]  # torch's
     return out
 
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.config.layout import draw, expert_layers
 from megatron_ext.config.residual import mixes
-from megatron_ext.config.schema import Precision
+from megatron_ext.config.schema import ExpertFp8, Precision
 from megatron_ext.model.count import count_parameters, flops_per_token
 from megatron_ext.observe.console import human_count
 from megatron_ext.observe.run_files import versions
@@ -40,8 +40,11 @@ def backends(state: TrainState) -> dict[str, str]:
             device,
             dtype=state.tc.params_dtype,
             widths=(experts.latent_size or model.hidden_size, experts.feed_forward_size // ranks),
+            precision=experts.fp8,
             require=experts.require,
         ).value
+        if experts.fp8 is not ExpertFp8.none:
+            named["experts"] += f" fp8 {experts.fp8.value}"
     residual = state.config.residual
     if mixes(residual):
         dtype = torch.bfloat16 if bf16 and not residual.fp32 else torch.float32

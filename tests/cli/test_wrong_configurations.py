@@ -221,6 +221,43 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
             "model.experts.backend=transformer_engine: takes bfloat16 only, and run.precision=fp32",
         ],
     ),
+    "experts_in_fp8_without_what_it_needs": (
+        [
+            "model.experts.fp8=blockwise",
+            "run.device=cpu",
+            "parallel.expert_tensor=2",
+            "model.experts.latent_size=40",
+            "model.experts.feed_forward_size=80",
+        ],
+        [
+            "model.experts.fp8=blockwise: is Transformer Engine's, and model.experts.backend=auto ",
+            "model.experts.fp8=blockwise: takes bfloat16 only, and run.precision=fp32 was given ",
+            "model.experts.fp8=blockwise: needs a GPU, and run.device=cpu was given (allowed none",
+            "model.experts.fp8=blockwise: model.experts.latent_size=40 must be a multiple of 16 ",
+            "model.experts.fp8=blockwise: model.experts.feed_forward_size=80 must be a multiple of "
+            "16 x parallel.expert_tensor=2 (nearest 64 or 96; or none)",
+        ],
+    ),
+    "fp8_of_the_backend_and_in_float32": (
+        [
+            "model.experts.fp8=current",
+            "model.experts.backend=transformer_engine",
+            "model.experts.latent_size=null",
+            "model.hidden_size=136",
+        ],
+        [
+            "model.experts.backend=transformer_engine: takes bfloat16 only, and run.precision=fp32",
+            "model.experts.fp8=current: model.hidden_size=136 must be a multiple of 16 ",
+        ],
+    ),
+    "fp8_of_a_dense_model": (
+        ["model.first_dense_layers=null", "model.experts.fp8=current"],
+        ["model.experts.fp8=current: there are no layers of experts (allowed none; or model.first"],
+    ),
+    "fp8_recipe": (
+        ["model.experts.fp8=delayed"],
+        ["model.experts.fp8=delayed: must be one of none, current, blockwise"],
+    ),
     "experts_of_a_dense_model": (
         ["model.first_dense_layers=null", "parallel.expert=4", "parallel.expert_tensor=2"],
         [

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megatron_ext.config.schema import ExpertBackend, KernelOptions
+from megatron_ext.config.schema import ExpertBackend, ExpertFp8, KernelOptions
 from megatron_ext.errors import ConfigError
 from megatron_ext.ops import without_memory
-from megatron_ext.ops.grouped_mlp import engine, fused
+from megatron_ext.ops.grouped_mlp import engine, fp8, fused
 from megatron_ext.ops.grouped_mlp.loop import LoopLinear
 from megatron_ext.ops.grouped_mlp.reference import grouped_mlp_reference
 from megatron_ext.ops.situ import situ_glu
@@ -24,27 +24,40 @@ def resolve_backend(
     *,
     dtype: torch.dtype,
     widths: Iterable[int],
+    precision: ExpertFp8 = ExpertFp8.none,
     require: bool = False,
 ) -> ExpertBackend:
     """The backend that will run: what is asked for where it can, else ``loop``.
 
     Transformer Engine has to be asked for by name, so that it is never replaced; but a plan, on
-    the meta device, takes grouped_mm for it.
+    the meta device, takes grouped_mm for it. Neither is FP8 ever replaced.
 
     Args:
         backend: what the configuration asks for; ``auto`` is grouped_mm on a GPU.
         device: of the tensors.
         dtype: of rows and weights.
         widths: latent width and width inside an expert, as they are on a rank.
+        precision: of the products.
         require: make a fallback an error.
 
     Returns:
         ``loop``, ``grouped_mm`` or ``transformer_engine``.
 
     Raises:
-        ConfigError: Transformer Engine is asked for and cannot run; or ``require``, and the backend
-            asked for (on a GPU: the fast one) cannot.
+        ConfigError: Transformer Engine or FP8 is asked for and cannot run; or ``require``, and the
+            backend asked for (on a GPU: the fast one) cannot.
     """
+    if precision is not ExpertFp8.none:
+        reason = (
+            f"it needs model.experts.backend=transformer_engine, given {backend.name}"
+            if backend is not ExpertBackend.transformer_engine
+            else fp8.misfit(precision, device, dtype, widths)
+        )
+        if reason:
+            raise ConfigError(
+                f"model.experts.fp8={precision.name}: cannot run: {reason} (allowed none)"
+            )
+        return backend
     if backend is ExpertBackend.loop:
         return backend
     if backend is ExpertBackend.transformer_engine and device.type != "meta":
@@ -77,6 +90,7 @@ def grouped_mlp(
     linear_beta: float | None,
     kernels: KernelOptions | None = None,
     backend: ExpertBackend = ExpertBackend.auto,
+    precision: ExpertFp8 = ExpertFp8.none,
     require: bool = False,
 ) -> Tensor:
     """W2_e [ scale * SiTU_GLU(W1_e x) ] where expert e takes the next ``counts[e]`` rows.
@@ -94,6 +108,7 @@ def grouped_mlp(
         linear_beta: bound of its linear branch; None: none.
         kernels: backend of the activation; None takes the defaults.
         backend: which implementation of the matrix products.
+        precision: of these products: that of the tensors, or FP8 by Transformer Engine.
         require: make a fallback of the backend an error.
 
     Returns:
@@ -101,7 +116,7 @@ def grouped_mlp(
 
     Raises:
         ValueError: shapes do not fit.
-        ConfigError: ``require``, and the backend asked for cannot run here.
+        ConfigError: FP8, or ``require``, and the backend asked for cannot run here.
     """
     experts, _, width, latent = fc1.shape
     if fc2.shape != (experts, latent, width) or x.shape[1:] != (latent,) or fc1.shape[1] != 2:
@@ -115,25 +130,39 @@ def grouped_mlp(
             f"allowed ({experts},) and ({x.shape[0]},)"
         )
     chosen = resolve_backend(
-        backend, x.device, dtype=x.dtype, widths=(latent, width), require=require
+        backend,
+        x.device,
+        dtype=x.dtype,
+        widths=(latent, width),
+        precision=precision,
+        require=require,
     )
     # The kernels have no case without rows; the loop makes the zero gradients.
     if x.shape[0] == 0:
-        chosen = ExpertBackend.loop
+        chosen, precision = ExpertBackend.loop, ExpertFp8.none
+    in_fp8 = precision is not ExpertFp8.none
     ends, sizes = torch.empty(0), []
     if chosen is ExpertBackend.grouped_mm:
         ends = counts.to(x.device, non_blocking=True).cumsum(0).to(torch.int32)
     else:
         sizes = counts.tolist()
+    rows = sizes
+    if in_fp8 and x.device.type != "meta":
+        x, scale = fp8.pad(x, scale, rows)
+        sizes = fp8.padded(rows)
 
     def linear(rows: Tensor, weight: Tensor) -> Tensor:
         if chosen is ExpertBackend.grouped_mm:
             return fused.fused_linear(rows, weight, ends)
         if x.device.type == "meta":
-            return without_memory.loop_linear(rows, weight)
-        if chosen is ExpertBackend.transformer_engine:
+            return without_memory.loop_linear(rows, weight, fp8=in_fp8)
+        if in_fp8:
+            out: Tensor = fp8.Fp8Linear.apply(  # type: ignore[no-untyped-call]  # torch's
+                rows, weight, sizes, precision
+            )
+        elif chosen is ExpertBackend.transformer_engine:
             product = engine.grouped_gemm()
-            out: Tensor = engine.EngineLinear.apply(  # type: ignore[no-untyped-call]  # torch's
+            out = engine.EngineLinear.apply(  # type: ignore[no-untyped-call]  # torch's
                 rows, weight, sizes, product
             )
         else:
@@ -149,4 +178,5 @@ def grouped_mlp(
         backend=kernels.backend,
         require=kernels.require,
     )
-    return linear(hidden, fc2)
+    out = linear(hidden, fc2)
+    return fp8.unpad(out, rows) if sizes != rows else out
