@@ -36,6 +36,7 @@ KERNELS = {
     "gate": "head_gate",
     "convolution": "qkv_conv",
     "sums": "expert_rows",
+    "losses": "cross_entropy",
     "mix": "depth_mix",
     "chunks": "kda_backward",
     "routing": "route",
@@ -63,6 +64,8 @@ def candidates(kernel: str) -> list[Settings]:
         ]
     if kernel.startswith("head_gate"):
         return product(ELEMENTS=(512, 1024, 2048, 4096), num_warps=(2, 4, 8))
+    if kernel.startswith("cross_entropy"):
+        return product(BLOCK=(1024, 2048, 4096, 8192), num_warps=(4, 8, 16))
     if kernel == "rms_norm_forward":
         return product(ELEMENTS=(2048,), num_warps=(4, 8, 16))
     if kernel == "rms_norm_backward":
@@ -92,7 +95,7 @@ def candidates(kernel: str) -> list[Settings]:
 
 def calls(device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     """Forward and backward of every operator, by its name."""
-    for work in works(device, heads=96, latent=3584, inner=3072):
+    for work in works(device, heads=96, latent=3584, inner=3072, vocab=20480):
         inputs = work.draw(TOKENS)
         yield work.name, both_ways(partial(work.ways["triton"], *inputs), inputs)
         free_memory()

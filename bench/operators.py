@@ -30,6 +30,11 @@ from torch import Tensor
 
 from megatron_ext.config.schema import KdaBackend, KernelBackend, KernelOptions
 from megatron_ext.ops.backend import triton_misfit
+from megatron_ext.ops.cross_entropy import (
+    chunk_for,
+    cross_entropy_reference,
+    linear_cross_entropy,
+)
 from megatron_ext.ops.expert_rows import ExpertRows, expert_rows, sum_rows
 from megatron_ext.ops.gating import head_gate, head_gate_reference
 from megatron_ext.ops.kda import fla
@@ -64,9 +69,11 @@ class Work:
     moved: Callable[[list[Tensor]], int]
 
 
-def normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Standard normal leaves."""
-    return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+def normal(
+    *shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0
+) -> Tensor:
+    """Normal leaves."""
+    return (scale * torch.randn(*shape, device=device)).to(dtype).requires_grad_()
 
 
 def size(*tensors: Tensor) -> int:
@@ -74,7 +81,7 @@ def size(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def works(device: torch.device, *, heads: int, latent: int, inner: int) -> list[Work]:
+def works(device: torch.device, *, heads: int, latent: int, inner: int, vocab: int) -> list[Work]:
     """The operators at one set of sizes."""
     draw = partial(normal, device=device)
     channels = 3 * heads * WIDTH
@@ -118,6 +125,17 @@ def works(device: torch.device, *, heads: int, latent: int, inner: int) -> list[
             # copy of both results to one tensor.
             lambda given: 10 * size(given[0]),
         )
+
+    def labels(hidden: Tensor) -> Tensor:
+        return torch.arange(len(hidden), device=device) % vocab
+
+    def lost(hidden: Tensor, weight: Tensor, kernels: KernelOptions) -> Tensor:
+        return linear_cross_entropy(
+            hidden, weight, labels(hidden), chunk_tokens=chunk_for(vocab), kernels=kernels
+        )
+
+    def lost_exactly(hidden: Tensor, weight: Tensor) -> Tensor:
+        return cross_entropy_reference(hidden, weight, labels(hidden))
 
     conv_ways = {
         "triton": convolved(qkv_conv, kernels=TRITON),
@@ -171,6 +189,20 @@ def works(device: torch.device, *, heads: int, latent: int, inner: int) -> list[
             partial(summed, kernels=DENSE),
             lambda given: 2 * size(*given),
         ),
+        Work(
+            f"losses, width {2 * latent}, vocabulary {vocab}",
+            # Logits of some size 1: of larger ones bfloat16 keeps too little to compare.
+            lambda tokens: [draw(n, 2 * latent, scale=latent**-0.25) for n in (tokens, vocab)],
+            {
+                "triton": partial(lost, kernels=TRITON),
+                "dense": partial(lost, kernels=DENSE),
+                "compiled": torch.compile(lost_exactly),
+            },
+            lost_exactly,
+            # Logits: written and read, again in the backward pass, there overwritten and read
+            # twice. The floor is beside that of the products.
+            lambda given: 7 * 2 * len(given[0]) * len(given[1]),
+        ),
     ]
 
 
@@ -222,9 +254,9 @@ def main() -> None:
     options = parser.parse_args()
     device = start()
     large = device.type == "cuda" and not options.quick
-    sizes = (96, 3584, 3072) if large else (2, 32, 48)
+    sizes = (96, 3584, 3072, 20480) if large else (2, 32, 48, 96)
     tokens = 8192 if large else 64
-    named = dict(zip(("heads", "latent", "inner"), sizes, strict=True))
+    named = dict(zip(("heads", "latent", "inner", "vocab"), sizes, strict=True))
     tables, failures = {}, []
     chosen = [work for work in works(device, **named) if work.name.startswith(options.only)]
     if not chosen:

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.config.schema import KernelOptions
 from megatron_ext.layers.linears import enter_tensor_parallel
 from megatron_ext.ops.cross_entropy import chunk_for, linear_cross_entropy
 
@@ -25,6 +26,7 @@ class OutputHead(tensor_parallel.ColumnParallelLinear):
     Args:
         vocab_size: V, split over tensor parallel ranks.
         pg_collection: process groups.
+        kernels: backend of the losses; None takes the defaults.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class OutputHead(tensor_parallel.ColumnParallelLinear):
         *,
         vocab_size: int,
         pg_collection: ProcessGroupCollection,
+        kernels: KernelOptions | None = None,
     ) -> None:
         super().__init__(
             config.hidden_size,
@@ -43,6 +46,7 @@ class OutputHead(tensor_parallel.ColumnParallelLinear):
             gather_output=False,
             tp_group=pg_collection.tp,
         )
+        self.kernels = kernels
 
     def forward(
         self,
@@ -73,6 +77,7 @@ class OutputHead(tensor_parallel.ColumnParallelLinear):
             labels.t().flatten(),
             chunk_tokens=chunk_tokens or chunk_for(self.output_size_per_partition),
             group=self.tp_group,
+            kernels=self.kernels,
         )
         return losses.view(hidden.shape[:2]).t()
 

@@ -72,7 +72,9 @@ def _build(
         )
         if chunk.post_process:
             del chunk.output_layer  # its memory first
-            chunk.output_layer = OutputHead(tc, vocab_size=vocab_size, pg_collection=mesh)
+            chunk.output_layer = OutputHead(
+                tc, vocab_size=vocab_size, pg_collection=mesh, kernels=config.model.kernels
+            )
             chunk.setup_embeddings_and_output_layer()
         chunks.append(chunk)
     return chunks

@@ -92,20 +92,27 @@ def train_step(state: TrainState, judge: Judge = must_be_finite) -> dict[str, fl
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    made_of = next_statistics(state)
     feeds = [Waited(next_batches(state)) for _ in state.chunks]
-    # The device is waited for when all of its work up to the update is queued, and what is read of
-    # the balancers before the update is: it computes that while the host begins the next step.
+    # The device is waited for when all of its work up to the weights' update is queued. It computes
+    # that while the host reads what the balancers did, and begins the next step. What else the host
+    # has to do it does while the device has the passes to compute.
     sums = summed_passes(state, feeds, micro_batch_count(state), forward_only=False)
+    made_of = next_statistics(state)
     set_learning_rate(state.optimizer, lr)
-    grad_norm = gradient_norm(state.optimizer)
-    losses = read_losses(state, sums)
-    loss = losses.mean
-    if judge(loss, grad_norm):
-        state.loads = balance.update(state.chunks, state.mesh)
+    balanced = balance.Update(state.chunks, state.mesh)
+    try:
+        grad_norm = gradient_norm(state.optimizer)
+        losses = read_losses(state, sums)
+        loss = losses.mean
+        accepted = judge(loss, grad_norm)
+    except BaseException:
+        balanced.undo()
+        raise
+    if accepted:
         apply_update(state.optimizer, grad_norm=grad_norm)
+        state.loads = balanced.loads()
     else:
-        balance.discard(state.chunks)
+        balanced.undo()
         state.loads = []
     state.step += 1
     state.tokens += config.train.batch_tokens

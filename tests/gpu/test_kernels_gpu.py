@@ -9,11 +9,21 @@ import pytest
 import torch
 
 from megatron_ext.config.schema import BinPlacement, KernelBackend
-from megatron_ext.ops import expert_rows, gating, qkv_conv, quantile, rms_norm, router, situ
+from megatron_ext.ops import (
+    cross_entropy,
+    expert_rows,
+    gating,
+    qkv_conv,
+    quantile,
+    rms_norm,
+    router,
+    situ,
+)
 from megatron_ext.ops.kda import inputs
 
 KERNELS = (
     "attn_res",
+    "cross_entropy",
     "expert_rows",
     "gating",
     "kda_backward",
@@ -52,6 +62,8 @@ pytestmark = [
         (rms_norm, [512]),
         (qkv_conv, [4]),
         (expert_rows, []),
+        (cross_entropy, [20480]),
+        (cross_entropy, [512]),
     ],
 )
 def test_auto_is_triton_and_says_nothing(operator, sizes, dtype):

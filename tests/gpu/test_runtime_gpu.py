@@ -7,9 +7,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_ext.config.schema import Device, ParallelOptions, Precision, RunConfig, RunOptions
+from megatron_ext.config.schema import (
+    BalanceOptions,
+    BalanceRule,
+    Device,
+    ParallelOptions,
+    Precision,
+    RunConfig,
+    RunOptions,
+)
+from megatron_ext.layers.balance import TokenGroup, build_balancer
 from megatron_ext.model.build import build_chunks
 from megatron_ext.model.count import count_parameters
+from megatron_ext.ops.quantile import HostCopy
 from megatron_ext.parallel import cpu_support, mesh, runtime
 from megatron_ext.parallel.mcore_config import transformer_config
 
@@ -59,3 +69,23 @@ def test_a_cpu_run_on_a_machine_with_a_gpu_stays_on_the_cpu() -> None:
     finally:
         runtime.stop()
         cpu_support.uninstall()
+
+
+def test_records_of_experts_reach_the_host_before_what_is_queued_after_them() -> None:
+    options = BalanceOptions(rule=BalanceRule.quantile)
+    balancer = build_balancer(options, num_experts=16, top_k=2, device="cuda")
+    scores = torch.rand(64, 16, device="cuda")
+    selection = balancer.select(scores, valid=None, tokens=TokenGroup())
+    balancer.observe(scores, selection, valid=None, tokens=TokenGroup())
+    load = balancer.update(layer=3)
+    wanted, bias = load.counts.tolist(), load.new_bias.tolist()
+    copy = HostCopy([load])
+    torch.cuda._sleep(2_000_000_000)  # a second or so
+    ended = torch.cuda.Event()
+    ended.record()
+    balancer.bias.zero_()
+    (host,) = copy.wait()
+    assert not ended.query()
+    assert host.counts.tolist() == wanted
+    assert host.new_bias.tolist() == bias
+    torch.cuda.synchronize()

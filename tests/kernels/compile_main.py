@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from megatron_ext.ops.attn_res import triton as attn_res
 from megatron_ext.ops.attn_res import triton_kernels as mix_kernels
+from megatron_ext.ops.cross_entropy import triton as cross_entropy
 from megatron_ext.ops.expert_rows import triton as expert_rows
 from megatron_ext.ops.gating import triton as gating
 from megatron_ext.ops.kda import own_backward
@@ -61,6 +62,10 @@ HEALTH = {
     **dict.fromkeys(("lower_bound", "limit"), "fp32"),
     **dict.fromkeys(("tokens", "width", "z_batch", "z_token", "z_head"), "i32"),
     "histogram": "*i64",
+}
+LOSS = {
+    **dict.fromkeys(("largest", "total", "chosen", "log_sum", "upstream"), "*fp32"),
+    "local": "*i64",
 }
 NORM = {**dict.fromkeys(("inverse", "d_weight"), "*fp32"), "eps": "fp32", "turns": "i32"}
 MIX = {
@@ -145,6 +150,10 @@ KERNELS = [
         )
         for name in ("depth_mix_forward", "depth_mix_backward")
         for count in (8, 9)
+    ),
+    *(
+        (kernel, launch_settings(kernel.fn.__name__[1:], 20480), {}, LOSS)
+        for kernel in (cross_entropy._cross_entropy_forward, cross_entropy._cross_entropy_backward)
     ),
     (situ._situ_forward, launch_settings("situ_forward", 3072), K3, SITU),
     (situ._situ_backward, launch_settings("situ_backward", 3072), K3, SITU),

@@ -7,7 +7,7 @@ balancing).
 
 from megatron_ext.ops.quantile.exact import next_bias, quantile_exact
 from megatron_ext.ops.quantile.histogram import Bins, HistogramQuantile
-from megatron_ext.ops.quantile.load import LayerLoad, settle, to_host
+from megatron_ext.ops.quantile.load import HostCopy, LayerLoad, settle, to_host
 from megatron_ext.ops.quantile.statistics import add_load, add_statistics, level
 from megatron_ext.ops.quantile.stream import QuantileBalancer, StreamLoad
 from megatron_ext.ops.quantile.top_k import TopK, select_top_k
@@ -15,6 +15,7 @@ from megatron_ext.ops.quantile.top_k import TopK, select_top_k
 __all__ = [
     "Bins",
     "HistogramQuantile",
+    "HostCopy",
     "LayerLoad",
     "QuantileBalancer",
     "StreamLoad",

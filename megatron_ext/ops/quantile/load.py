@@ -84,23 +84,47 @@ def settle(
 
 def to_host(loads: Sequence[LayerLoad]) -> list[LayerLoad]:
     """The records with all tensors on the CPU: one copy for all of them, one wait."""
-    tensors = [
-        value
-        for load in loads
-        for field in fields(load)
-        if isinstance(value := getattr(load, field.name), Tensor)
-    ]
-    if not tensors:
-        return list(loads)
-    # float64 holds every count below 2^53, and float32, exactly.
-    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
-    parts = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
-    result = []
-    for load in loads:
-        moved: dict[str, Any] = {
-            field.name: next(parts).reshape(value.shape).to(value.dtype)
-            for field in fields(load)
-            if isinstance(value := getattr(load, field.name), Tensor)
-        }
-        result.append(replace(load, **moved))
-    return result
+    return HostCopy(loads).wait()
+
+
+class HostCopy:
+    """`to_host` in two halves: what is queued on the device in between is not waited for.
+
+    Args:
+        loads: of all layers of this rank. The copy is queued when this object is made.
+    """
+
+    def __init__(self, loads: Sequence[LayerLoad]) -> None:
+        self._loads = loads
+        self._tensors = [tensor for load in loads for tensor in _tensors(load).values()]
+        self._copied: torch.cuda.Event | None = None
+        if not self._tensors:
+            return
+        # float64 holds every count below 2^53, and float32, exactly.
+        self._flat = torch.cat([tensor.reshape(-1).double() for tensor in self._tensors])
+        if self._flat.is_cuda:
+            pinned = torch.empty(self._flat.shape, dtype=self._flat.dtype, pin_memory=True)
+            self._flat = pinned.copy_(self._flat, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no type
+            self._copied.record()
+
+    def wait(self) -> list[LayerLoad]:
+        """The records with all tensors on the CPU."""
+        if not self._tensors:
+            return list(self._loads)
+        if self._copied is not None:
+            self._copied.synchronize()
+        parts = iter(torch.split(self._flat, [tensor.numel() for tensor in self._tensors]))
+        result = []
+        for load in self._loads:
+            moved: dict[str, Any] = {
+                name: next(parts).reshape(value.shape).to(value.dtype)
+                for name, value in _tensors(load).items()
+            }
+            result.append(replace(load, **moved))
+        return result
+
+
+def _tensors(load: LayerLoad) -> dict[str, Tensor]:
+    named = {field.name: getattr(load, field.name) for field in fields(load)}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
