@@ -228,12 +228,13 @@ class Checkpointer:
         self._saved = step
         self.save_seconds = time.monotonic() - self._begun
 
-        def prune() -> None:
-            old = paths.prune(self.folder, keep=self._keep, keep_every=self._keep_every)
+        old = self._on_rank_0(
+            lambda: paths.prune(self.folder, keep=self._keep, keep_every=self._keep_every),
+            "old checkpoints cannot be deleted",
+        )
+        if old and dist.get_rank() == 0:
             self._deletion = Thread(target=paths.delete, args=(old,))
             self._deletion.start()
-
-        self._on_rank_0(prune, "old checkpoints cannot be deleted")
 
     def _complete(self, step: int, written: dict[str, Entry]) -> Path:
         if self._carried is not None:

@@ -9,6 +9,7 @@ fork copies what is page-locked and private, page for page.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -44,11 +45,14 @@ class Staging:
     def reserve(self, size: int) -> None:
         """Begin to get so many bytes ready, in the background; the next copies wait for them.
 
-        Does nothing where there is memory already.
+        Does nothing where there is memory already. Where there is not enough of it nothing is
+        kept, and the next copies ask again, for what they need.
         """
         if size and not self._regions and self._coming is None:
             with_one = ThreadPoolExecutor(1)
-            self._coming = with_one.submit(self._region, size, threads=FEW_THREADS)
+            self._coming = with_one.submit(
+                self._region, size, threads=FEW_THREADS, device=self._device()
+            )
             with_one.shutdown(wait=False)
 
     def to_host(self, buckets: Sequence[Bucket]) -> list[Bucket]:
@@ -97,9 +101,10 @@ class Staging:
 
     def _places(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """(number of the region, offset) for so many bytes each; gets one more if need be."""
-        if self._coming is not None:
-            self._regions.append(self._coming.result())
-            self._coming = None
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            with contextlib.suppress(OSError, RuntimeError):  # asked for again below
+                self._regions.append(coming.result())
         places, number, end = [], 0, 0
         for size in map(_aligned, sizes):
             while number < len(self._regions) and end + size > self._regions[number].nbytes:
@@ -107,13 +112,17 @@ class Staging:
             places.append((number, end))
             end += size
         if number == len(self._regions) and end:
-            self._regions.append(self._region(end, threads=MOST_THREADS))
+            region = self._region(end, threads=MOST_THREADS, device=self._device())
+            self._regions.append(region)
         return places
 
-    def _region(self, size: int, *, threads: int) -> Tensor:
+    def _device(self) -> int | None:
+        return torch.cuda.current_device() if self._locked else None
+
+    def _region(self, size: int, *, threads: int, device: int | None) -> Tensor:
         """So many bytes of new memory, page-locked for a GPU if there is one."""
         region = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-        if self._locked:
+        if device is not None:
             address, cudart = region.data_ptr(), torch.cuda.cudart()
 
             def make_pages(begin: int) -> None:
@@ -122,7 +131,9 @@ class Staging:
             # Registering would make them too, one after another, which takes most of the time.
             with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), threads)) as helpers:
                 list(helpers.map(make_pages, range(0, size, PART_BYTES)))
-            torch.cuda.check_error(int(cudart.cudaHostRegister(address, size, 0)))
+            # A thread begins on the first GPU, whichever is the rank's, and would start CUDA there.
+            with torch.cuda.device(device):
+                torch.cuda.check_error(int(cudart.cudaHostRegister(address, size, 0)))
             weakref.finalize(region, cudart.cudaHostUnregister, address).atexit = False
         return region
 

@@ -105,8 +105,8 @@ def device_bytes(
     """About how many bytes a save copies from this rank's device, known before the first update.
 
     Of weights that several ranks hold each writes a share. The state of an optimizer that ranks
-    share is gathered in main memory, so that only one that a rank has alone counts, with a main
-    weight and two moments in float32.
+    share is gathered in main memory, so that only one that a rank has alone counts, with two
+    moments in float32 and, of a weight of lower precision, a main weight.
     """
     held = [p for chunk in chunks for p in chunk.parameters() if p.device.type != "cpu"]
     size = 0
@@ -115,9 +115,11 @@ def device_bytes(
         size += parameter.nbytes // group.size()
     for part in optimizer_parts(optimizer):
         if isinstance(part, DistributedOptimizer) and part.data_parallel_group.size() == 1:
-            groups = part.optimizer.param_groups
-            mains = [p for group in groups for p in group["params"] if p.device.type != "cpu"]
-            size += sum(3 * 4 * main.numel() for main in mains)
+            updated = [p for buffer in part.buffers for p in buffer.param_index_map]
+            for parameter in updated:
+                if parameter.device.type != "cpu":
+                    kept = 2 if parameter.dtype is torch.float32 else 3
+                    size += kept * 4 * parameter.numel()
     return size
 
 

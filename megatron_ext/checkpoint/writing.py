@@ -1,4 +1,4 @@
-"""The background writer of one rank: its file of tensors, what that file should be, and how the
+"""The background writer of one rank: its files of tensors, what these should be, and how the
 training process hears of it.
 
 megatron-core hands on what writers did through a helper process a rank (a `Manager`), which imports

@@ -75,6 +75,9 @@ class ExpertFp8(Enum):
     blockwise = "blockwise"  # a scale a block of 128 or 128 x 128
 
 
+FP8_ALIGNMENT = 16  # FP8 numbers in the 16 bytes to which rows and columns must be aligned
+
+
 class KernelBackend(Enum):
     auto = "auto"  # triton on a GPU where it passes its check, else dense
     reference = "reference"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_ext.config.architecture import FP8_ALIGNMENT
 from megatron_ext.config.layout import expert_layers, model_parallel_size
 from megatron_ext.config.problem import Problem
 from megatron_ext.config.ranges import divisors, nearest, nearest_multiples
@@ -16,8 +17,6 @@ from megatron_ext.config.schema import (
     Precision,
     RunConfig,
 )
-
-FP8_WIDTH = 16  # FP8 numbers in the 16 bytes to which matrices are aligned
 
 
 def expert_problems(config: RunConfig, world_size: int | None) -> Iterator[Problem]:
@@ -133,11 +132,11 @@ def _fp8_problems(config: RunConfig) -> Iterator[Problem]:
         (latent, experts.latent_size or model.hidden_size, 1),
         ("experts.feed_forward_size", experts.feed_forward_size, ranks),
     ):
-        if width % (parts * FP8_WIDTH) and not width % parts:
+        if width % (parts * FP8_ALIGNMENT) and not width % parts:
             of_ranks = f" x parallel.expert_tensor={parts}" if parts > 1 else ""
             yield Problem(
-                f"{given}: model.{name}={width} must be a multiple of {FP8_WIDTH}{of_ranks} "
-                f"(nearest {nearest_multiples(width, parts * FP8_WIDTH)}; or none)",
+                f"{given}: model.{name}={width} must be a multiple of {FP8_ALIGNMENT}{of_ranks} "
+                f"(nearest {nearest_multiples(width, parts * FP8_ALIGNMENT)}; or none)",
                 ("model.experts.fp8", f"model.{name}")
                 + (("parallel.expert_tensor",) if parts > 1 else ()),
             )

@@ -51,8 +51,12 @@ def test_copies_are_whole_do_not_follow_the_device_and_are_read_in_a_fork(reserv
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_what_a_save_copies_is_known_before_the_first_update(tmp_path: Path) -> None:
-    words = ["data=sample", "run.precision=bf16", f"run.dir={tmp_path}", "model.kda.backend=dense"]
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_a_save_copies_is_known_before_the_first_update(
+    tmp_path: Path, precision: str
+) -> None:
+    words = ["data=sample", f"run.precision={precision}", "model.kda.backend=dense"]
+    words += [f"run.dir={tmp_path}"]
     config = compose(words)
     place = runtime.start(config.run)
     try:

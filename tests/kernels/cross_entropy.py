@@ -9,6 +9,7 @@ from megatron_ext.ops.cross_entropy import cross_entropy_reference
 from megatron_ext.ops.cross_entropy.chunked import (
     DENSE,
     Passes,
+    add_product,
     gradients_dense,
     linear_cross_entropy_chunked,
     sums_dense,
@@ -18,7 +19,7 @@ from tests.kernels.common import DEVICE, TOLERANCE, draw
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 96, 4096, 5000, 10001]
-TRITON = Passes(sums_triton, gradients_triton)
+TRITON = Passes(sums_triton, gradients_triton, add_product)
 
 
 def labels(tokens, width):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -282,6 +283,8 @@ def test_the_record_of_a_step(rule: BalanceRule) -> None:
         other = getattr(host, name)
         assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
         assert not isinstance(value, Tensor) or value.dtype is other.dtype
+    among_many = to_host([load] * 60)[0]
+    assert len(pickle.dumps(among_many)) < 1.1 * len(pickle.dumps(host)), "its own numbers alone"
     # The record is a copy: the next step does not reach into it.
     kept = load.counts.clone()
     step(balancer, batch(3, 50))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +83,52 @@ def test_reserved_memory_is_used_and_what_is_missing_is_taken(taken: list[int]) 
     assert all(map(torch.equal, copies, tensors))
     staging.reserve(1 << 20)  # there is some
     assert len(taken) == 2
+
+
+def test_what_cannot_be_reserved_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, sizes = mmap.mmap, iter([None, 64])
+
+    def take(number: int, size: int) -> mmap.mmap:
+        if next(sizes) is None:
+            raise OSError(errno.ENOMEM, "no memory")
+        return plain(number, size)
+
+    monkeypatch.setattr(mmap, "mmap", take)
+    staging = Staging(locked=False)
+    staging.reserve(1 << 30)
+    (copy,) = staging.copies([torch.ones(3)])
+    assert torch.equal(copy, torch.ones(3))
+
+
+def test_memory_is_page_locked_by_the_ranks_own_gpu_in_any_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = threading.local()  # as CUDA's: a new thread begins on the first
+    locked: list[tuple[int, bool]] = []
+
+    class Device:
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        def __enter__(self) -> None:
+            current.number = self._number
+
+        def __exit__(self, *_: object) -> None: ...
+
+    def register(address: int, size: int, flags: int) -> int:
+        locked.append((getattr(current, "number", 0), threading.current_thread() is main))
+        return 0
+
+    main, current.number = threading.current_thread(), 3
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "number", 0))
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    staging = Staging(locked=True)
+    staging.reserve(64)
+    staging._places([64, 64])
+    assert locked == [(3, False), (3, True)]
 
 
 def test_a_fork_reads_the_same_memory_not_a_copy() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ext.ops.cross_entropy import (
     IGNORED,
@@ -125,6 +129,47 @@ def test_logits_in_the_thousands_stay_finite() -> None:
     losses, *gradients = run(given, chunk=7)
     torch.testing.assert_close(losses.double(), truth, rtol=1e-5, atol=1e-3)
     assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plan_counts_every_product_and_makes_nothing_else_of_their_size(
+    dtype: torch.dtype,
+) -> None:
+    tokens, width, vocab = 64, 32, 96
+    hidden, weight = (
+        torch.empty(n, width, dtype=dtype, device="meta", requires_grad=True)
+        for n in (tokens, vocab)
+    )
+    labels = torch.empty(tokens, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter, Made() as made:
+        losses = linear_cross_entropy(hidden, weight, labels, chunk_tokens=16)
+        torch.autograd.grad(losses.sum(), [hidden, weight])
+    assert counter.get_total_flops() == 4 * 2 * tokens * width * vocab
+    sizes = [shape for shape in made.shapes if shape == (vocab, width)]
+    # The sum and, in 16 bits, what it is rounded to; in 32 a product a chunk.
+    assert len(sizes) == (2 if dtype is torch.bfloat16 else 1 + tokens // 16)
+    assert made.shapes.count((16, vocab)) == 2 * tokens // 16, "logits, twice"
+
+
+class Made(TorchDispatchMode):
+    """Shapes of the tensors that are made, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self._known: set[int] = set()
+        self._alive: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        storage = out.untyped_storage()._cdata if isinstance(out, Tensor) else None
+        if storage is not None and storage not in self._known:
+            given = [x for x in args if isinstance(x, Tensor)]
+            if all(x.untyped_storage()._cdata != storage for x in given):
+                self.shapes.append(tuple(out.shape))
+            self._known.add(storage)
+            self._alive.append(out)
+        return out
 
 
 def test_a_frozen_weight_gets_no_gradient() -> None:

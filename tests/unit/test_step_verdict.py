@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def state_of(folder: Path, rule: BalanceRule) -> TrainState:
 
 
 def kept(state: TrainState) -> dict[str, Tensor]:
-    """Everything that a checkpoint holds, and the statistics of the step under way."""
+    """Weights, biases and other states of the model, and the statistics of the step under way."""
     found = {name: value.clone() for name, value in unwrap(state.chunks[0]).state_dict().items()
              if isinstance(value, Tensor)}  # fmt: skip
     for router in routers(state.chunks):
@@ -52,6 +53,13 @@ def test_a_refused_step_and_one_that_ends_the_run_leave_no_trace(
     before = kept(state)
     train_step(state, lambda loss, norm: False)
     assert state.loads == []
+    assert_equal(kept(state), before)
+
+    weight = unwrap(state.chunks[0]).output_layer.weight.data
+    sound = weight.clone()
+    weight.fill_(torch.nan)
+    train_step(state, lambda loss, norm: math.isfinite(loss))
+    weight.copy_(sound)
     assert_equal(kept(state), before)
 
     def halt(loss: float, norm: float) -> bool:

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from megatron_ext.config.schema import KernelBackend, KernelOptions
 from megatron_ext.ops.backend import planned, rejection, resolver
-from megatron_ext.ops.cross_entropy.chunked import DENSE, Passes, linear_cross_entropy_chunked
+from megatron_ext.ops.cross_entropy.chunked import (
+    DENSE,
+    Passes,
+    add_product,
+    linear_cross_entropy_chunked,
+)
 from megatron_ext.ops.cross_entropy.reference import IGNORED, cross_entropy_reference
 
 __all__ = [
@@ -27,8 +32,6 @@ __all__ = [
 
 LOGIT_BYTES = 1 << 28
 CHECKED_TOKENS, CHECKED_WIDTH = 37, 16
-# For a plan, which counts memory: our kernels write over the logits and take nothing else.
-PLANNED = Passes(lambda *_: None, lambda logits, *_: logits)
 
 
 def chunk_for(vocab_shard: int, *, logit_bytes: int = LOGIT_BYTES) -> int:
@@ -78,18 +81,26 @@ def linear_cross_entropy(
 
 
 def _passes(hidden: Tensor, *, vocab_shard: int, options: KernelOptions) -> Passes:
-    if planned(hidden, options.backend):
-        return PLANNED
+    if planned(hidden, options.backend):  # our kernels write over the logits
+        return Passes(lambda *_: None, lambda logits, *_: logits, _add_planned)
     chosen = resolve_backend(
         options.backend, hidden.device, hidden.dtype, vocab_shard, require=options.require
     )
     return _triton() if chosen is KernelBackend.triton else DENSE
 
 
+def _add_planned(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """What `add_product` does on a GPU, to memory and to torch's count of operations."""
+    if a.dtype == total.dtype:
+        total += a @ b
+    else:
+        torch.mm(a, b, out=total.view(a.dtype)[:, : total.shape[1]])
+
+
 def _triton() -> Passes:
     from megatron_ext.ops.cross_entropy.triton import gradients_triton, sums_triton
 
-    return Passes(sums_triton, gradients_triton)
+    return Passes(sums_triton, gradients_triton, add_product)
 
 
 @cache

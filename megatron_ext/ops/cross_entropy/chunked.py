@@ -32,10 +32,12 @@ class Passes(NamedTuple):
             in local, int64 [C], and their logit is left to itself. May write over the logits.
         gradients: of (logits, local, log_sum, upstream), the gradient of the logits in their dtype,
             with M + log Z and d loss in float32 or wider [C]. May write over the logits.
+        add: of (total, a, b), ``total += a @ b``; total may be wider than a and b.
     """
 
     sums: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     gradients: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    add: Callable[[Tensor, Tensor, Tensor], None]
 
 
 def sums_dense(
@@ -59,7 +61,15 @@ def gradients_dense(logits: Tensor, local: Tensor, log_sum: Tensor, upstream: Te
     return shares.mul_(upstream[:, None]).to(logits.dtype)
 
 
-DENSE = Passes(sums_dense, gradients_dense)
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`Passes.add`, in one pass where the product of 16-bit numbers can be had in float32."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+DENSE = Passes(sums_dense, gradients_dense, add_product)
 
 
 def linear_cross_entropy_chunked(
@@ -128,18 +138,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_hidden is not None:
                 torch.matmul(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
-                _add_product(d_weight, d_logits.t(), hidden[part])
+                ctx.passes.add(d_weight, d_logits.t(), hidden[part])
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
         return d_hidden, d_weight, None, None, None, None
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b`, in one pass where the product of 16-bit numbers can be had in float32."""
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a @ b
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:

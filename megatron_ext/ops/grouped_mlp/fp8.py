@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_ext.config.architecture import FP8_ALIGNMENT
 from megatron_ext.config.schema import ExpertFp8
 from megatron_ext.ops.grouped_mlp import engine
 
-ALIGNMENT = 16  # FP8 numbers in the 16 bytes to which rows and columns must be aligned
 LARGEST = {"E4M3": 448.0, "E5M2": 57344.0}
 SMALLEST = 1e-30  # of a largest magnitude: what is all zeros has a finite scale too
 
@@ -65,8 +65,10 @@ def misfit(
     if dtype is not torch.bfloat16:
         return f"it takes bfloat16 only, not {dtype}"
     widths = tuple(widths)
-    if any(width % ALIGNMENT for width in widths):
-        return f"widths must be multiples of {ALIGNMENT}, they are {', '.join(map(str, widths))}"
+    if any(width % FP8_ALIGNMENT for width in widths):
+        return (
+            f"widths must be multiples of {FP8_ALIGNMENT}, they are {', '.join(map(str, widths))}"
+        )
     if device.type == "meta":
         return None
     if reason := engine.misfit(device, dtype):
@@ -85,7 +87,7 @@ def misfit(
 
 def padded(sizes: list[int]) -> list[int]:
     """Rows of each group with its rows of zeros: inner axes of the weights' gradients."""
-    return [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    return [-(-size // FP8_ALIGNMENT) * FP8_ALIGNMENT for size in sizes]
 
 
 def pad(x: Tensor, scale: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
@@ -94,7 +96,7 @@ def pad(x: Tensor, scale: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     if wider == sizes:
         return x, scale
     given, made = _with_rows(sizes), _with_rows(wider)
-    rows, found = library().pytorch.Fp8Padding(len(given), ALIGNMENT)(x.contiguous(), given)
+    rows, found = library().pytorch.Fp8Padding(len(given), FP8_ALIGNMENT)(x.contiguous(), given)
     if found != made:
         raise RuntimeError(f"Transformer Engine padded {given} to {found}, expected {made}")
     shifts = torch.tensor([0, *(b - a for a, b in zip(given, made, strict=True))][:-1]).cumsum(0)
@@ -108,7 +110,7 @@ def unpad(x: Tensor, sizes: list[int]) -> Tensor:
     if padded(sizes) == sizes:
         return x
     given = _with_rows(sizes)
-    out: Tensor = library().pytorch.Fp8Unpadding(len(given), ALIGNMENT)(x.contiguous(), given)
+    out: Tensor = library().pytorch.Fp8Unpadding(len(given), FP8_ALIGNMENT)(x.contiguous(), given)
     return out
 
 

@@ -118,7 +118,8 @@ class HostCopy:
         result = []
         for load in self._loads:
             moved: dict[str, Any] = {
-                name: next(parts).reshape(value.shape).to(value.dtype)
+                # Copies: a view would be pickled with the storage of all.
+                name: next(parts).reshape(value.shape).to(value.dtype, copy=True)
                 for name, value in _tensors(load).items()
             }
             result.append(replace(load, **moved))
