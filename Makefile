@@ -24,8 +24,9 @@ environment:
 train: environment
 	@$(BIN)/python pretrain.py $(ARGS)
 
+# In the order of their names: xdist would begin files of few but long tests last, where one worker is left alone with them.
 test: environment
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slurm: environment
 	@$(BIN)/python -m pytest -rs tests/slurm $(ARGS)
