@@ -2,8 +2,8 @@
 
 On a GPU: hidden 7168, 8192 tokens, 896 experts, top 16, latent width 3584. Three tables:
 
-- the experts' matrix products, grouped_mm and the loop, at three loads of 28 experts (one rank of
-  32), with their error against float64;
+- the experts' matrix products by every backend that can run here, Transformer Engine's in FP8 as
+  well, at three loads of 28 experts (one rank of 32), with their error against float64;
 - the router's product in each precision: time, and how many tokens it sends elsewhere;
 - routing with its statistics and the update of the bias, as a share of a layer's step: linear
   attention, and a mixture of 28 experts that takes all 16 x 8192 rows, forward and backward.
@@ -35,7 +35,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_ext.config.compose import compose
-from megatron_ext.config.schema import ExpertBackend, RouterMatmul, RunConfig
+from megatron_ext.config.schema import ExpertBackend, ExpertFp8, RouterMatmul, RunConfig
+from megatron_ext.errors import ConfigError
 from megatron_ext.layers.balance import Selection, TokenGroup
 from megatron_ext.layers.kda import KimiDeltaAttention
 from megatron_ext.layers.latent_moe import LatentMoE
@@ -60,8 +61,13 @@ SMALL = [
     "model.experts.shared_feed_forward_size=64",
 ]
 LOCAL_EXPERTS = 28  # of one of 32 expert parallel ranks of K3
-# Sums of products of bfloat16 numbers, each rounded to 8 bits.
-BFLOAT16_ERROR = 1e-2
+# Each number rounded to the 8 bits of bfloat16; to 4 and, of gradients, to 3 bits of FP8.
+ALLOWED = {ExpertFp8.none: 1e-2, ExpertFp8.current: 0.12, ExpertFp8.blockwise: 0.12}
+VARIANTS = (
+    (ExpertBackend.grouped_mm, ExpertFp8.none),
+    (ExpertBackend.loop, ExpertFp8.none),
+    *((ExpertBackend.transformer_engine, precision) for precision in ExpertFp8),
+)
 
 
 def expert_inputs(
@@ -83,7 +89,27 @@ def leaves_of(inputs: list[Tensor]) -> list[Tensor]:
     return [x for x in inputs if x.requires_grad]
 
 
-def expert_error(backend: ExpertBackend, *, device: torch.device, dtype: torch.dtype) -> float:
+def runnable(
+    device: torch.device, *, dtype: torch.dtype, widths: tuple[int, int]
+) -> list[tuple[ExpertBackend, ExpertFp8]]:
+    """Backends and precisions that run as they are; of others it prints why not."""
+    found = []
+    for backend, precision in VARIANTS:
+        try:
+            chosen = resolve_backend(
+                backend, device, dtype=dtype, widths=widths, precision=precision
+            )
+        except ConfigError as error:
+            print(error)
+            continue
+        if chosen is backend:
+            found.append((backend, precision))
+    return found
+
+
+def expert_error(
+    backend: ExpertBackend, precision: ExpertFp8, *, device: torch.device, dtype: torch.dtype
+) -> float:
     """The worst relative error of outputs and gradients, with an expert that gets nothing."""
     inputs = expert_inputs([300, 0, 41, 171], latent=256, width=192, device=device, dtype=dtype)
     exact = [x.detach().double().requires_grad_() if x.requires_grad else x for x in inputs]
@@ -93,7 +119,7 @@ def expert_error(backend: ExpertBackend, *, device: torch.device, dtype: torch.d
         upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
         return [out, *torch.autograd.grad(out, leaves_of(inputs), upstream.to(out))]
 
-    found = run(partial(grouped_mlp, backend=backend), inputs)
+    found = run(partial(grouped_mlp, backend=backend, precision=precision), inputs)
     pairs = zip(found, run(grouped_mlp_reference, exact), strict=True)
     return max(relative_error(*pair) for pair in pairs)
 
@@ -103,13 +129,12 @@ def experts_table(config: RunConfig, *, device: torch.device, loads: list[int]) 
     options, rows = config.model.experts, []
     latent, width = options.latent_size or config.model.hidden_size, options.feed_forward_size
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    variants = runnable(device, dtype=dtype, widths=(latent, width))
     for load in loads:
         counts = [load // LOCAL_EXPERTS] * LOCAL_EXPERTS
         inputs = expert_inputs(counts, latent=latent, width=width, device=device, dtype=dtype)
-        for backend in (ExpertBackend.grouped_mm, ExpertBackend.loop):
-            if resolve_backend(backend, device, dtype=dtype, widths=(latent, width)) != backend:
-                continue
-            forward = partial(grouped_mlp, *inputs, **BOUNDS, backend=backend)
+        for backend, precision in variants:
+            forward = partial(grouped_mlp, *inputs, **BOUNDS, backend=backend, precision=precision)
             both = both_ways(forward, leaves_of(inputs))
             with torch.no_grad():
                 forward_ms = milliseconds(forward, device=device)
@@ -119,12 +144,13 @@ def experts_table(config: RunConfig, *, device: torch.device, loads: list[int]) 
                 {
                     "rows": sum(counts),
                     "backend": backend.name,
+                    "FP8": precision.name,
                     "fwd ms": forward_ms,
                     "fwd TFLOP/s": flop / forward_ms / 1e9,
                     "fwd+bwd ms": both_ms,
                     "fwd+bwd TFLOP/s": 3 * flop / both_ms / 1e9,
                     "extra GiB": extra_gib(both, device=device),
-                    "error": expert_error(backend, device=device, dtype=dtype),
+                    "error": expert_error(backend, precision, device=device, dtype=dtype),
                 }
             )
         free_memory()
@@ -257,9 +283,9 @@ def main() -> None:
     )
     runtime.stop()
     failures = [
-        f"experts by {row['backend']}: error {row['error']:.1e}, allowed {BFLOAT16_ERROR:.0e}"
+        f"experts by {row['backend']}, FP8 {row['FP8']}: error {row['error']:.1e}, allowed {bound}"
         for row in products
-        if row["error"] > BFLOAT16_ERROR
+        if row["error"] > (bound := ALLOWED[ExpertFp8[row["FP8"]]])
     ]
     finish(tables, failures=failures, json_file=options.json)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.layout_cases import truth_of
+from tests.support.layout_cases import SPLIT, truth_of
 from tests.support.layout_compare import compare, compare_faulty, is_equal, launch, read, table
 
 # The first test of each folder waits for its launches: a quarter of a minute a case.
@@ -25,6 +25,15 @@ pytestmark = [
 ONE = ("one", "one_block")
 TWO = ("ep2", "tp2_sp", "cp2", "pp2_vpp2_block")
 FOUR = ("tp2_sp_cp2",)
+# All at once, saved in eight ranks and taken up again by four and by one; 896 experts in two.
+EVERYTHING = {
+    "one_everything": 1,
+    SPLIT: 8,
+    "tp2_sp_dp2_ep2_everything_resumed": 4,
+    "one_everything_resumed": 1,
+    "one_many": 1,
+    "ep2_many": 2,
+}
 FAULT = "cp2:lost_state"
 # A rank that waits in vain ends within minutes, and the others with it.
 CUDA = ["run.device=cuda", "run.timeout_seconds=180"]
@@ -67,6 +76,18 @@ def test_layouts_equal_one_rank_in_float32(
 def test_a_seeded_fault_is_seen(exact: Path) -> None:
     row = compare(exact, "cp2") | compare_faulty(exact, FAULT)
     assert not is_equal(row), table({FAULT: row})
+
+
+def test_everything_at_once_equals_one_rank(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    (tmp_path / "overrides.json").write_text(json.dumps(EXACT))
+    for case, ranks in EVERYTHING.items():
+        launch(tmp_path, [case], ranks=ranks, on_gpu=True)
+    rows = {case: compare(tmp_path, case) for case in EVERYTHING if case != truth_of(case)}
+    record_property("table", table(rows))
+    different = {case: row for case, row in rows.items() if not is_equal(row)}
+    assert not different, "\n" + table(different)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs the package fla-core")
