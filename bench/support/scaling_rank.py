@@ -31,11 +31,12 @@ from megatron_ext.plan.main import planned_vocab_size
 from megatron_ext.plan.memory import memory_of
 from megatron_ext.plan.rehearsal import rehearse
 from megatron_ext.train import balance
+from megatron_ext.train.feed import micro_batch_count
 from megatron_ext.train.loop import save
 from megatron_ext.train.micro_batch import model_inputs, token_losses
 from megatron_ext.train.share import Share
 from megatron_ext.train.state import TrainState, build_state
-from megatron_ext.train.step import micro_batch_count, train_step
+from megatron_ext.train.step import train_step
 from support.layouts import COMMON, Layout
 from support.overlap import read_trace
 

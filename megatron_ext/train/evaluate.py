@@ -13,9 +13,10 @@ from megatron_ext.config.stages import stage_config
 from megatron_ext.data.batches import evaluation_batches
 from megatron_ext.observe.console import evaluation_rows
 from megatron_ext.parallel.runtime import start, stop
+from megatron_ext.train.feed import feeds_of
 from megatron_ext.train.lengths import by_length, length_rows
 from megatron_ext.train.state import TrainState, build_state
-from megatron_ext.train.step import Waited, evaluating, run_schedule
+from megatron_ext.train.step import evaluating, run_schedule
 
 
 def held_out_loss(state: TrainState) -> dict[str, float]:
@@ -33,20 +34,16 @@ def held_out_loss(state: TrainState) -> dict[str, float]:
     # The interleaved schedule takes whole rounds of the pipeline only; the rest is masked out.
     pipeline = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
     rounds = -(-wanted // (sequences * data_size * pipeline)) * pipeline
-    feeds = [
-        Waited(
-            evaluation_batches(
-                stream,
-                tokens=wanted * length,
-                sequence_length=length,
-                micro_batch_size=sequences,
-                data_rank=data_rank,
-                data_size=data_size,
-                rounds=rounds,
-            )
-        )
-        for _ in state.chunks
-    ]
+    batches = evaluation_batches(
+        stream,
+        tokens=wanted * length,
+        sequence_length=length,
+        micro_batch_size=sequences,
+        data_rank=data_rank,
+        data_size=data_size,
+        rounds=rounds,
+    )
+    feeds = feeds_of(state, batches)
     with evaluating(state.chunks):
         losses = run_schedule(state, feeds, rounds, forward_only=True)
     return {

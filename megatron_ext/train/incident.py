@@ -24,14 +24,9 @@ from megatron_ext.config.operations import HealthAction
 from megatron_ext.errors import CheckpointError, TrainingHalted
 from megatron_ext.resilience.referee import Decision
 from megatron_ext.train import balance
+from megatron_ext.train.feed import feeds_of, micro_batch_count, next_batches
 from megatron_ext.train.state import TrainState
-from megatron_ext.train.step import (
-    Waited,
-    evaluating,
-    micro_batch_count,
-    next_batches,
-    run_schedule,
-)
+from megatron_ext.train.step import evaluating, run_schedule
 
 # Where activations are looked at: what a layer, its two halves, and the ends of the model give.
 _WATCHED = re.compile(
@@ -123,7 +118,7 @@ def _bad_activations(state: TrainState) -> Iterator[Finding]:
     """At most one finding: the first bad output on this rank, seen in a second forward pass."""
     findings: list[Finding] = []
     with evaluating(state.chunks), _watching(state, findings):
-        feeds = [Waited(next_batches(state)) for _ in state.chunks]
+        feeds = feeds_of(state, next_batches(state))
         run_schedule(state, feeds, micro_batch_count(state), forward_only=True)
     yield from sorted(findings, key=lambda f: (f.layer, f.micro_batch))[:1]
 

@@ -16,8 +16,9 @@ from megatron_ext.data.probe import context_probe, key_probe
 from megatron_ext.data.stream import DocumentId, TokenStream, open_corpus
 from megatron_ext.data.tokenizers import load_tokenizer
 from megatron_ext.errors import ConfigError
+from megatron_ext.train.feed import feeds_of
 from megatron_ext.train.state import TrainState, probe_length_problem
-from megatron_ext.train.step import Waited, evaluating, run_schedule
+from megatron_ext.train.step import evaluating, run_schedule
 
 DEPTHS = (0, 25, 50, 75, 100)  # percent of the text
 
@@ -123,5 +124,5 @@ def _loss(state: TrainState, make: Callable[[int], MicroBatch], *, length: int) 
             yield batch if config.data.isolate_documents else replace(batch, cu_seqlens=None)
 
     with evaluating(state.chunks):
-        feeds = [Waited(batches()) for _ in state.chunks]
+        feeds = feeds_of(state, batches())
         return run_schedule(replace(state, config=own), feeds, count, forward_only=True).mean

@@ -22,12 +22,13 @@ from megatron_ext.resilience.requests import SAVE, STOP, Requests, stop_reason
 from megatron_ext.resilience.watchdog import Watchdog
 from megatron_ext.train.depth_health import DepthWatch
 from megatron_ext.train.evaluate import apart, held_out_loss
+from megatron_ext.train.feed import micro_batch_count
 from megatron_ext.train.health import HealthWatch, own_layers
 from megatron_ext.train.incident import Unsound, raise_for
 from megatron_ext.train.lengths import by_length
 from megatron_ext.train.replay import check_replay, replay_due
 from megatron_ext.train.state import TrainState, gather_parameters
-from megatron_ext.train.step import micro_batch_count, train_step
+from megatron_ext.train.step import train_step
 from megatron_ext.train.throughput import peak_memory_gib, peak_rate
 from megatron_ext.train.waiting import StragglerWatch
 

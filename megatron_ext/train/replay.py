@@ -14,8 +14,9 @@ from megatron_ext.config.operations import HealthAction
 from megatron_ext.errors import TrainingHalted
 from megatron_ext.resilience.replay import Replayed, checksum, disagreement
 from megatron_ext.train import balance
+from megatron_ext.train.feed import feeds_of, micro_batch_count, next_batches
 from megatron_ext.train.state import TrainState, gather_parameters
-from megatron_ext.train.step import Waited, micro_batch_count, next_batches, run_passes, unreduced
+from megatron_ext.train.step import run_passes, unreduced
 
 
 def replay_due(state: TrainState) -> bool:
@@ -46,7 +47,7 @@ def check_replay(state: TrainState) -> str:
     # The interleaved schedule wants as many as there are stages.
     count = min(micro_batch_count(state), int(state.mesh.pp.size()))
     with unreduced(state):
-        feeds = [Waited(next_batches(state, data_rank=0)) for _ in state.chunks]
+        feeds = feeds_of(state, next_batches(state, data_rank=0))
         sums = run_passes(state, feeds, count, forward_only=False)
     balance.discard(state.chunks)
     buffers = [buffer for chunk in state.chunks for buffer in chunk.buffers]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -19,6 +20,7 @@ from megatron_ext.config.curriculum import OnUnfreeze
 from megatron_ext.config.layout import probe_lengths
 from megatron_ext.config.schema import Mode, RunConfig
 from megatron_ext.config.trainable import Trainable
+from megatron_ext.data.batches import MicroBatch
 from megatron_ext.data.change import remember
 from megatron_ext.data.stream import TokenStream, open_corpus
 from megatron_ext.data.tokenizers import Tokenizer, load_tokenizer
@@ -39,6 +41,13 @@ from megatron_ext.train.cuda_graph import MicroBatchGraph, own_stream
 from megatron_ext.train.curriculum import WHOLE_RUN, Stage, stage_of
 
 
+class ReadAhead(NamedTuple):
+    """A global batch that was begun before its step: where it begins in the data, and its rows."""
+
+    position: int
+    batches: Iterator[MicroBatch]
+
+
 @dataclass
 class TrainState:
     """One rank's share of a run. `step` and `tokens` say how far it has come.
@@ -56,6 +65,7 @@ class TrainState:
         trained: what was trained when; its last segment is what is trained now.
         source: the checkpoint that this launch goes on from.
         graph: runs the passes of training, with `train.cuda_graph`; None where nothing is trained.
+        ahead: the next batch, as far as it has been read.
     """
 
     config: RunConfig
@@ -80,6 +90,7 @@ class TrainState:
     trained: History = field(default_factory=History)
     source: Path | None = None
     graph: MicroBatchGraph | None = None
+    ahead: ReadAhead | None = None
 
     @property
     def sources(self) -> list[str]:

@@ -19,14 +19,20 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_ext.config.layout import row_length, sequence_parallel
-from megatron_ext.data.batches import MicroBatch, micro_batches
-from megatron_ext.data.statistics import batch_statistics, bucket_starts
+from megatron_ext.data.statistics import bucket_starts
 from megatron_ext.errors import TrainingHalted
 from megatron_ext.optim.build import set_learning_rate
 from megatron_ext.optim.schedule import learning_rate
 from megatron_ext.optim.update import apply_update, gradient_norm
 from megatron_ext.parallel.pipeline import schedule_arguments
 from megatron_ext.train import balance
+from megatron_ext.train.feed import (
+    Waited,
+    micro_batch_count,
+    next_feeds,
+    next_statistics,
+    read_ahead,
+)
 from megatron_ext.train.losses import Losses
 from megatron_ext.train.micro_batch import TrainInputs, forward, train_inputs
 from megatron_ext.train.share import Share
@@ -34,23 +40,6 @@ from megatron_ext.train.state import TrainState
 
 # The name under which `tc.timers` is asked around the sum of the losses.
 LOSSES = "losses-all-reduce"
-
-
-class Waited:
-    """An iterator that measures how long the step waited for its data, in seconds."""
-
-    def __init__(self, batches: Iterator[MicroBatch]) -> None:
-        self._batches = batches
-        self.seconds = 0.0
-
-    def __iter__(self) -> Waited:
-        return self
-
-    def __next__(self) -> MicroBatch:
-        start = time.perf_counter()
-        batch = next(self._batches)
-        self.seconds += time.perf_counter() - start
-        return batch
 
 
 # From the loss and the gradient norm of a step: whether to apply its update. May raise.
@@ -92,12 +81,13 @@ def train_step(state: TrainState, judge: Judge = must_be_finite) -> dict[str, fl
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    feeds = [Waited(next_batches(state)) for _ in state.chunks]
+    feeds = next_feeds(state)
     # The device is waited for when all of its work up to the weights' update is queued. It computes
     # that while the host reads what the balancers did, and begins the next step. What else the host
     # has to do it does while the device has the passes to compute.
     sums = summed_passes(state, feeds, micro_batch_count(state), forward_only=False)
     made_of = next_statistics(state)
+    read_ahead(state)
     set_learning_rate(state.optimizer, lr)
     balanced = balance.Update(state.chunks, state.mesh)
     try:
@@ -129,43 +119,6 @@ def train_step(state: TrainState, judge: Judge = must_be_finite) -> dict[str, fl
         **losses.by_position(),
         **made_of,
     }
-
-
-def next_batches(state: TrainState, *, data_rank: int | None = None) -> Iterator[MicroBatch]:
-    """The micro-batches of the next global batch of a data rank; None: of this one."""
-    config = state.config
-    return micro_batches(
-        state.train_data,
-        start=state.position,
-        batch_tokens=config.train.batch_tokens,
-        sequence_length=config.data.sequence_length,
-        micro_batch_size=config.train.micro_batch_size,
-        data_rank=state.mesh.dp.rank() if data_rank is None else data_rank,
-        data_size=state.mesh.dp.size(),
-        packing=config.data.packing,
-        segment=config.data.spiral_segment,
-    )
-
-
-def next_statistics(state: TrainState) -> dict[str, float]:
-    """What the next global batch is made of, as `data/...` metrics."""
-    config = state.config
-    length, first = config.data.sequence_length, config.evaluate.position_bucket
-    return batch_statistics(
-        state.train_data,
-        start=state.position,
-        batch_tokens=config.train.batch_tokens,
-        sequence_length=length,
-        packing=config.data.packing,
-        buckets=bucket_starts(length, first=first),
-    )
-
-
-def micro_batch_count(state: TrainState) -> int:
-    """Micro-batches of a data rank in a step."""
-    train = state.config.train
-    once = state.config.data.sequence_length * train.micro_batch_size * int(state.mesh.dp.size())
-    return train.batch_tokens // once
 
 
 def run_schedule(

@@ -45,12 +45,10 @@ from megatron_ext.train import share
 from megatron_ext.train import state as build
 from megatron_ext.train.depth_health import DepthWatch
 from megatron_ext.train.evaluate import held_out_loss
+from megatron_ext.train.feed import feeds_of, micro_batch_count, next_batches
 from megatron_ext.train.health import HealthWatch
 from megatron_ext.train.state import TrainState, build_state, gather_parameters
 from megatron_ext.train.step import (
-    Waited,
-    micro_batch_count,
-    next_batches,
     run_schedule,
     train_step,
 )
@@ -218,7 +216,7 @@ def one_pass(state: TrainState) -> dict[str, Any]:
     """Loss and gradients of the first batch."""
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
-    feeds = [Waited(next_batches(state)) for _ in state.chunks]
+    feeds = feeds_of(state, next_batches(state))
     losses = run_schedule(state, feeds, micro_batch_count(state), forward_only=False)
     gradient = whole(state, lambda param: param.main_grad, dtype=torch.float64)
     return {"loss": losses.mean, "gradient": gradient}

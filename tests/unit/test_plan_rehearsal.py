@@ -12,9 +12,10 @@ from megatron_ext.parallel import cpu_support, runtime
 from megatron_ext.plan.memory import memory_of
 from megatron_ext.plan.rehearsal import rehearse
 from megatron_ext.plan.tracker import GRANULE
+from megatron_ext.train.feed import Waited, next_batches
 from megatron_ext.train.micro_batch import forward
 from megatron_ext.train.state import TrainState, build_state
-from megatron_ext.train.step import Waited, device_feed, next_batches, train_step
+from megatron_ext.train.step import device_feed, train_step
 
 GIB = 1 << 30
 VOCABULARY = 384  # of the byte tokenizer
