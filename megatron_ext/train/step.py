@@ -87,7 +87,7 @@ def train_step(state: TrainState, judge: Judge = must_be_finite) -> dict[str, fl
     # has to do it does while the device has the passes to compute.
     sums = summed_passes(state, feeds, micro_batch_count(state), forward_only=False)
     made_of = next_statistics(state)
-    read_ahead(state)
+    reading = read_ahead(state)
     set_learning_rate(state.optimizer, lr)
     balanced = balance.Update(state.chunks, state.mesh)
     try:
@@ -114,7 +114,7 @@ def train_step(state: TrainState, judge: Judge = must_be_finite) -> dict[str, fl
         "lr": lr,
         "step_seconds": seconds,
         "tokens_per_second": config.train.batch_tokens / seconds,
-        "data/wait_seconds": sum(feed.seconds for feed in feeds),
+        "data/wait_seconds": reading + sum(feed.seconds for feed in feeds),
         **losses.by_source(state.sources),
         **losses.by_position(),
         **made_of,
