@@ -253,10 +253,7 @@ METRICS: tuple[Metric, ...] = (
         "next bucket",
     ),
     Metric(
-        "data/wait_seconds",
-        "s",
-        "Time in which the host read data; a GPU that computes meanwhile does not wait for it all",
-        reproducible=False,
+        "data/wait_seconds", "s", "Time in which the step waited for its data", reproducible=False
     ),
     *EXPERT_METRICS,
     *ATTENTION_METRICS,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
-from itertools import chain, tee
+from itertools import chain
+
+import torch
 
 from megatron_ext.data.batches import MicroBatch, micro_batches
 from megatron_ext.data.statistics import batch_statistics, bucket_starts
@@ -29,14 +32,31 @@ class Waited:
 
 
 def feeds_of(state: TrainState, batches: Iterator[MicroBatch]) -> list[Waited]:
-    """The same micro-batches for each model chunk of this rank. They are read once."""
-    return [Waited(each) for each in tee(batches, len(state.chunks))]
+    """The same micro-batches for each model chunk of this rank.
+
+    They are read once, and kept no longer than until every chunk has had them.
+    """
+    queues: list[deque[MicroBatch]] = [deque() for _ in state.chunks]
+
+    def of(own: deque[MicroBatch]) -> Iterator[MicroBatch]:
+        while True:
+            if not own:
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                for queue in queues:
+                    queue.append(batch)
+                del batch  # or this frame would keep it while it is computed
+            yield own.popleft()
+
+    return [Waited(of(queue)) for queue in queues]
 
 
 def next_feeds(state: TrainState) -> list[Waited]:
     """The next global batch for each model chunk; what `read_ahead` began is used up."""
     ahead, state.ahead = state.ahead, None
-    # After a rewind or a window that is left out the next batch begins elsewhere.
+    # After a rewind, or with a window to leave out, the next batch may begin elsewhere. Data and
+    # configuration of a state do not change, so that the position is all that a batch depends on.
     if ahead is None or ahead.position != state.position:
         return feeds_of(state, next_batches(state))
     return feeds_of(state, ahead.batches)
@@ -49,17 +69,25 @@ def read_ahead(state: TrainState) -> float:
     step would wait for it, some 60 ms where 4 M tokens of documents are packed.
 
     Returns:
-        How long that took the host, in seconds.
+        How long that took the host, in seconds, if the device has nothing more to compute; else 0.
     """
+    train, device = state.config.train, state.runtime.device
+    if state.step + 1 >= train.steps:
+        return 0.0
     begin = time.perf_counter()
-    position = state.position + state.config.train.batch_tokens
-    batches = next_batches(state, start=position)
+    _begin_batch(state, start=state.position + train.batch_tokens)
+    if device.type == "cuda" and not torch.cuda.current_stream(device).query():
+        return 0.0
+    return time.perf_counter() - begin
+
+
+def _begin_batch(state: TrainState, *, start: int) -> None:
+    batches = next_batches(state, start=start)
     try:
         first = next(batches)
     except Exception:
-        return time.perf_counter() - begin
-    state.ahead = ReadAhead(position, chain([first], batches))
-    return time.perf_counter() - begin
+        return  # the step that needs this batch meets the error, and reports it
+    state.ahead = ReadAhead(start, chain([first], batches))
 
 
 def next_batches(

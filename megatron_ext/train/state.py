@@ -42,7 +42,8 @@ from megatron_ext.train.curriculum import WHOLE_RUN, Stage, stage_of
 
 
 class ReadAhead(NamedTuple):
-    """A global batch that was begun before its step: where it begins in the data, and its rows."""
+    """A global batch that was begun before its step: where it begins in the data, and its
+    micro-batches."""
 
     position: int
     batches: Iterator[MicroBatch]
